@@ -412,12 +412,7 @@ class Server:
                 await self.relays.idle()
         except TimeoutError:
             log.warning("drain_time_over", running_request_count=self.capacity.taken_count)
-            self.registry.fail_all(
-                Draining(
-                    "The server shut down before your request was done; delivered tokens are"
-                    " billed. Send the rest to another server, with a new request_id."
-                )
-            )
+            self.registry.fail_all(Draining())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SETTLE_GRACE_S):
                     await self.capacity.idle()

@@ -71,7 +71,7 @@ def request_fault(
     """
     prompt, output_token_count = request.prompt_token_ids, request.stop.max_output_tokens
     if not prompt:
-        return "the prompt has no tokens"
+        return "the prompt has no tokens: send at least one"
     if min(prompt) < 0 or max(prompt) >= vocabulary_size:
         return f"token ids must be from 0 to {vocabulary_size - 1}"
     if not 1 <= request.choice_count <= CHOICE_COUNT_MAX:
@@ -95,10 +95,13 @@ def request_fault(
     if total > limits.context_window_tokens:
         return (
             f"{total} tokens (prompt {len(prompt)}) exceed the context window of"
-            f" {limits.context_window_tokens}"
+            f" {limits.context_window_tokens}: shorten the prompt or ask for less output"
         )
     if blocks_for(total) > block_count:
-        return f"{total} tokens need {blocks_for(total)} KV blocks, the engine has {block_count}"
+        return (
+            f"{total} tokens need {blocks_for(total)} KV blocks, and the engine has {block_count}:"
+            " shorten the prompt or ask for less output"
+        )
     return None if request.beam_search is None else _beam_fault(request, limits, block_count)
 
 

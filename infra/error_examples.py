@@ -13,7 +13,15 @@ from functools import cache
 from api.access.auth import KEY_REVOKED
 from api.core import errors
 from api.core.errors import Cause, FieldViolation, LongInput
+from api.generation.request.readiness import interrupted
 from api.generation.state import End, error_before_hold
+from api.openai.error_responses import (
+    CLIENT_CLOSED,
+    INVALID_HTTP,
+    HttpFault,
+    invalid_http_message,
+)
+from api.openai.listener import too_large
 from inference import errors as engine_errors
 from inference.routing.router import ModelMismatch, ModelUnknown
 from metering.core import errors as metering_errors
@@ -28,7 +36,6 @@ NOW = datetime(2026, 11, 27, 9, 30, 6, tzinfo=UTC)
 KEY_ID = uuid.UUID("0b9dc1a6-2f0d-4b0c-9a53-8d9a6c0f7e11")
 
 
-SHUTTING_DOWN = "This server is shutting down. Send the request to another one."
 INVALID = FieldViolation("sampling.temperature", "must be between 0 and 2, got 5")
 SETTLED = Settled(uuid.UUID(int=0), 10, 4, 33, 32, 32, 12_345_000, "USD", Outcome.STOP)
 
@@ -65,6 +72,45 @@ def quota_examples() -> tuple[Exception, ...]:
         quota(QuotaDimension.COST_PICOS_PER_DAY, 5 * 10**12, 4_999 * 10**9, 19 * 10**9),
         quota(QuotaDimension.COST_PICOS_PER_MONTH, 250 * 10**12, 250 * 10**12, 19 * 10**9),
         credit,
+    )
+
+
+@cache
+def http_examples() -> tuple[HttpFault, ...]:
+    """Return an error of each code that begins in HTTP, before there is a call of the contract."""
+    unknown = "unknown URL POST /v1/moderations: the operator configures the safety checks"
+    return (
+        HttpFault(404, unknown, "unknown_url"),
+        HttpFault(405, "send POST, not GET, to /v1/chat/completions", "method_not_allowed"),
+        HttpFault(404, "the console does not offer this call: use gRPC", "not_offered"),
+        HttpFault(400, invalid_http_message("Bad status line 'hello'"), INVALID_HTTP),
+        HttpFault(417, "The header Expect must be 100-continue or absent.", "expectation_failed"),
+        HttpFault(415, "Send the body as it is, without content-encoding.", "unsupported_encoding"),
+        HttpFault(415, "send the request as application/json", "unsupported_media_type"),
+        HttpFault(
+            408,
+            "Your body was not received within 30 s. Send it whole, and at once.",
+            "request_timeout",
+        ),
+        too_large(4_194_304),
+        HttpFault(
+            400,
+            "the body is not valid JSON: unexpected end of data. Send one JSON object",
+            "invalid_json",
+        ),
+        HttpFault(
+            404,
+            "the model 'gpt-4' does not exist: choose one that GET /v1/models lists",
+            "model_not_found",
+        ),
+        *(
+            HttpFault(CLIENT_CLOSED, f"the answer was cut off: {why}", code)
+            for code, why in (
+                ("slow_consumer", "it was read too slowly. Read it as it arrives"),
+                ("cancelled", "you cancelled it. Send the request again if you need it"),
+                ("deadline", "its deadline has passed. Allow more time"),
+            )
+        ),
     )
 
 
@@ -115,7 +161,7 @@ def examples() -> tuple[Exception, ...]:
         ),
         ModelUnknown("gpt-4", ["demo", "demo-embedding"]),
         metering_errors.NotFound("organization", "acme"),
-        errors.Draining(SHUTTING_DOWN),
+        errors.Draining(),
         errors.Overloaded(
             "This server already runs 400 requests, which is its limit. Send the request again, to"
             " another server if there is one."
@@ -174,6 +220,7 @@ def examples() -> tuple[Exception, ...]:
             " with an unrelated, older key."
         ),
         errors.EngineLostMidway(120),
+        interrupted(errors.Draining(), 120),
         errors.AttachedElsewhere(
             "Another stream has attached to your request and receives its output now. Attach again"
             " to take it back."

@@ -410,17 +410,20 @@ def enum_class(found: Contract, element: Element) -> Iterator[str]:
     prefix = element.proto.value[0].name.removesuffix("UNSPECIFIED")
     for each, comment in zip(element.proto.value, element.comments, strict=True):
         member = each.name.removeprefix(prefix).replace("_PICOS", "")
-        word = member.lower().replace("_", "-")
-        if name in IN_CAPITALS:
-            word = member
-        elif name in WITH_UNDERSCORES:
-            word = member.lower()
-            if each.number == 0:
-                continue
-        yield f'    {member} = "{word}"'
+        if name in WITH_UNDERSCORES and each.number == 0:
+            continue
+        yield f'    {member} = "{enum_word(name, member)}"'
         text = found.text(comment) if each.number else "Not set, or not known to this client."
         yield from docstring(text, "    ")
     yield ""
+
+
+def enum_word(name: str, member: str) -> str:
+    """Spell a member of an enumeration, in both clients as on the command line."""
+    if name in IN_CAPITALS:
+        return member
+    word = member.replace("_PICOS", "").lower()
+    return word if name in WITH_UNDERSCORES else word.replace("_", "-")
 
 
 def needed(found: Contract, roots: Iterable[str]) -> list[Element]:
@@ -710,21 +713,25 @@ def js_doc(text: str, indent: str) -> Iterator[str]:
 
 
 def typescript_enum(found: Contract, element: Element) -> Iterator[str]:
-    """Write an enumeration as a union of names; dimensions are spelled as on the command line."""
+    """Write an enumeration as a union of its words, those of the Python client."""
     text = found.text(element.comment)
     prefix = element.proto.value[0].name.removesuffix("UNSPECIFIED")
-    words = [each.name.removeprefix(prefix) for each in element.proto.value]
+    words = [
+        enum_word(element.value, each.name.removeprefix(prefix))
+        for each in element.proto.value
+        if each.number or element.value not in WITH_UNDERSCORES
+    ]
     if element.value == "QuotaDimension":
         yield from js_doc(f'{text} "unspecified": newer than this client.', "")
         yield "export const QUOTA_DIMENSIONS = ["
-        spelled = (each.replace("_PICOS", "").lower().replace("_", "-") for each in words)
-        yield from (f'  "{each}",' for each in spelled)
+        yield from (f'  "{each}",' for each in words)
         yield "] as const;"
         yield ""
         yield from js_doc(text, "")
         yield "export type QuotaDimension = (typeof QUOTA_DIMENSIONS)[number];"
     else:
-        yield from js_doc(f"{text} UNSPECIFIED: newer than this client.", "")
+        newer = "" if element.value in WITH_UNDERSCORES else f" {words[0]}: newer than this client."
+        yield from js_doc(text + newer, "")
         yield f"export type {element.value} ="
         yield from (f'  | "{each}"' for each in words[:-1])
         yield f'  | "{words[-1]}";'
@@ -746,7 +753,8 @@ def typescript_field(found: Contract, owner: str, each: Any) -> tuple[str, str, 
         if element.value == "QuotaDimension":
             return camel(shown), element.value, f"dimension({source})"
         message = element.name.replace(".", "_")
-        return camel(shown), element.value, f"name<{element.value}>({message}Message, {source})"
+        read = "name" if element.value in IN_CAPITALS else "word"
+        return camel(shown), element.value, f"{read}<{element.value}>({message}Message, {source})"
     if each.type == FieldDescriptorProto.TYPE_MESSAGE:
         if each.type_name.endswith(".Timestamp"):
             return camel(shown), "Date | undefined", f"date({source})"
@@ -807,7 +815,7 @@ def typescript_modules(found: Contract) -> dict[str, str]:
             if f"{element.value}.{each.name}" in TYPESCRIPT_LEFT_OUT:
                 continue
             name, kind, read = typescript_field(found, element.value, each)
-            if "name<" in read or "toJson(" in read:
+            if "name<" in read or "word<" in read or "toJson(" in read:
                 other = found.of(each.type_name)
                 assert other is not None
                 path, symbol_of = gen_path(other), other.name.replace(".", "_")
@@ -830,10 +838,10 @@ def typescript_modules(found: Contract) -> dict[str, str]:
             "",
         ]
     imports["./gen/weir/v1/inference_service_pb.js"].add("ServiceTier")
-    unions = set(re.findall(r"name<(\w+)>", "\n".join(reads)))
+    unions = set(re.findall(r"(?:name|word)<(\w+)>", "\n".join(reads)))
     head = [
         'import { create, toJson } from "@bufbuild/protobuf";',
-        'import { count, date, dimension, durationMs, money, name } from "./conversion.js";',
+        'import { count, date, dimension, durationMs, money, name, word } from "./conversion.js";',
     ]
     for path, symbols in sorted(imports.items()):
         head += imported(symbols, path)

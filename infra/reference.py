@@ -50,9 +50,9 @@ from api.generation.endings import CAUSES, PHASES, SIBLING, TABLE, WAYS
 from api.generation.parsing import conversation, decoding, tools
 from api.metrics import operator_http
 from api.openai import dialects, embeddings, formats, parameters, tolerance
-from api.openai.error_responses import error_response
+from api.openai.error_responses import ErrorResponse, error_response
 from common.settings import settings_of
-from infra.error_examples import examples
+from infra.error_examples import examples, http_examples
 from infra.generate_proto import contract
 from infra.release import version
 from metering.ledger.ledger import AccountKind, TransactionKind
@@ -297,6 +297,21 @@ def examples_by_reason() -> Mapping[str, Sequence[status_pb2.Status]]:
     return dict(sorted(found.items()))
 
 
+@cache
+def faults_by_reason() -> Mapping[str, Sequence[ErrorResponse]]:
+    """Group the examples of errors that begin in HTTP by their reasons, which gRPC may share."""
+    link_to_docs("")
+    found: dict[str, list[ErrorResponse]] = {}
+    for fault in http_examples():
+        found.setdefault(fault.refusal.facts["reason"], []).append(fault.refusal)
+    return found
+
+
+def every_reason() -> list[str]:
+    """List the reasons of all errors, of gRPC and HTTP, in alphabetical order."""
+    return sorted({*examples_by_reason(), *faults_by_reason()})
+
+
 def internal_example() -> status_pb2.Status:
     """Build an INTERNAL status whose incident id is always the same, without logging it."""
     info = error_details_pb2.ErrorInfo(reason="INTERNAL", metadata={"incident_id": INCIDENT})
@@ -306,13 +321,16 @@ def internal_example() -> status_pb2.Status:
 def errors_page() -> str:
     """Build the table of all error reasons with their gRPC and HTTP status codes."""
     rows = []
-    for reason, statuses in examples_by_reason().items():
+    for reason in every_reason():
+        statuses = examples_by_reason().get(reason, ())
         codes = dict.fromkeys(code_pb2.Code.Name(each.code) for each in statuses)
         answers = [error_response(each) for each in statuses]
+        answers += faults_by_reason().get(reason, ())
         https = dict.fromkeys(str(each.http_status) for each in answers)
         retry = "yes" if any("retry-after" in each.headers for each in answers) else "no"
         link = f"[`{reason}`](errors/{reason}.md)"
-        rows.append((link, " ".join(f"`{each}`" for each in codes), ", ".join(https), retry))
+        grpc = " ".join(f"`{each}`" for each in codes) or "only HTTP"
+        rows.append((link, grpc, ", ".join(https), retry))
     return table(("reason", "gRPC", "HTTP", "retry"), rows)
 
 
@@ -320,7 +338,7 @@ def error_facts(reason: str) -> str:
     """Build the codes of a reason in all APIs, and the keys of its metadata."""
     rows: dict[tuple[str, ...], None] = {}
     keys: dict[str, None] = {}
-    for status in examples_by_reason()[reason]:
+    for status in examples_by_reason().get(reason, ()):
         answer, error = error_response(status), error_from_status(status)
         when = "after `RetryInfo`" if "retry-after" in answer.headers else "no"
         rows[
@@ -331,23 +349,41 @@ def error_facts(reason: str) -> str:
             when,
         ] = None
         keys |= dict.fromkeys(sorted(error.metadata))
+    for fault in faults_by_reason().get(reason, ()):
+        rows["only HTTP", str(fault.http_status), f"`{fault.code}`", "", "no"] = None
     metadata = f"\nMetadata: {', '.join(f'`{key}`' for key in keys)}.\n" if keys else ""
     return table(("gRPC", "HTTP", "HTTP `code`", "SDK class", "retry"), rows) + metadata
 
 
 def error_example(reason: str) -> str:
     """Show the first example of a reason as gRPC, HTTP and the SDK show it."""
+    if reason not in examples_by_reason():
+        fault = faults_by_reason()[reason][0]
+        return example_text(
+            {
+                "HTTP": f"{fault.http_status}, type {fault.kind}, code {fault.code}:"
+                f" {fault.message}",
+                "Link": fault.doc_url,
+            }
+        )
     status = examples_by_reason()[reason][0]
     answer, error = error_response(status), error_from_status(status)
     http = [f"{answer.http_status}, type {answer.kind}, code {answer.code}"]
     http += [f"param {answer.param}"] if answer.param else []
     http += [f"{name}: {value}" for name, value in answer.headers.items() if name == "retry-after"]
-    parts = {
-        "gRPC": f"{code_pb2.Code.Name(status.code)}: {status.message}",
-        "HTTP": ", ".join(http),
-        "Python": f"except weir_client.{type(error).__name__} as error: error.reason == {reason!r}",
-        "Link": error.doc_url,
-    }
+    return example_text(
+        {
+            "gRPC": f"{code_pb2.Code.Name(status.code)}: {status.message}",
+            "HTTP": ", ".join(http),
+            "Python": f"except weir_client.{type(error).__name__} as error:"
+            f" error.reason == {reason!r}",
+            "Link": error.doc_url,
+        }
+    )
+
+
+def example_text(parts: Mapping[str, str]) -> str:
+    """Lay out an example of an error, by API."""
     lines = [
         textwrap.fill(
             f"{name:8}{text}", COLUMNS_MAX - 8, subsequent_indent=" " * 8, break_on_hyphens=False
@@ -756,8 +792,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "dialect-refused": lambda: dialect_fields("refused"),
     "dialect-thinking": lambda: dialect_fields("thinking"),
     "http-limits": http_limits,
-    **{f"error-{each}": partial(error_facts, each) for each in examples_by_reason()},
-    **{f"example-{each}": partial(error_example, each) for each in examples_by_reason()},
+    **{f"error-{each}": partial(error_facts, each) for each in every_reason()},
+    **{f"example-{each}": partial(error_example, each) for each in every_reason()},
     **{f"cookbook-{path.stem.replace('_', '-')}": partial(program, path) for path in PROGRAMS},
 }
 

@@ -30,7 +30,7 @@ from api.access.scopes import SCOPES
 from api.core.addresses import FORWARDED_FOR
 from api.core.errors import FieldViolation, InvalidRequest, MessageUnreadable
 from api.core.interceptor import Failed, guarded, writing
-from api.core.statuses import ERROR_DOMAIN, STATUS_DETAILS_KEY, status_of
+from api.core.statuses import ERROR_DOMAIN, STATUS_DETAILS_KEY, help_of, pack, status_of
 from api.observability.observer import HTTP, Observer
 from api.openai.error_responses import HTTP_STATUSES, HttpFault, error_response
 from api.openai.listener import Handle, peer_of, read_body, secret_of
@@ -283,7 +283,9 @@ class Console:
             return await self._answer_call(request, request.path.removeprefix(API))
         file = self._files.get(request.path.removeprefix(f"{ROOT}/"))
         if file is None:
-            raise HttpFault(404, "the console does not have this file", "unknown_url")
+            raise HttpFault(
+                404, "the console does not have this file: open /console/", "unknown_url"
+            )
         check_method(request, "GET", "HEAD")
         return file.answer(request)
 
@@ -401,7 +403,10 @@ def check_method(request: web.BaseRequest, *allowed: str) -> None:
     """
     if request.method not in allowed:
         raise HttpFault(
-            405, f"allowed: {allowed[0]}", "method_not_allowed", {"allow": ", ".join(allowed)}
+            405,
+            f"send {allowed[0]}, not {request.method}",
+            "method_not_allowed",
+            {"allow": ", ".join(allowed)},
         )
 
 
@@ -426,8 +431,6 @@ def refused(status: status_pb2.Status, http_status: int = 0, more: Any = None) -
 
 def fault_status(fault: HttpFault) -> status_pb2.Status:
     code = FAULT_CODES.get(fault.refusal.http_status, code_pb2.INVALID_ARGUMENT)
-    status = status_pb2.Status(code=code, message=fault.refusal.message)
-    status.details.add().Pack(
-        error_details_pb2.ErrorInfo(reason=fault.refusal.code.upper(), domain=ERROR_DOMAIN)
-    )
-    return status
+    reason = fault.refusal.facts["reason"]
+    info = error_details_pb2.ErrorInfo(reason=reason, domain=ERROR_DOMAIN)
+    return pack(code, fault.refusal.message, [info, help_of(reason)])

@@ -371,6 +371,11 @@ class Draining(ApiError):
     reason = "DRAINING"
     retry_after_s = 1.0
 
+    def __init__(
+        self, message: str = "This server is shutting down. Send the request to another one."
+    ) -> None:
+        super().__init__(message)
+
 
 class Overloaded(ApiError):
     """This server is at its limit of concurrent requests. Send the same request again."""
@@ -477,6 +482,26 @@ class EngineLostMidway(ApiError):
             f"The engine failed after {delivered_token_count} tokens, which you have received and"
             " which are billed. Request the rest, or all of it, with a new request_id; this one"
             " returns its usage from now on.",
+            delivered_token_count=delivered_token_count,
+            retry_with="new_request_id",
+        )
+
+
+class Interrupted(ApiError):
+    """The server had to end the request after some tokens.
+
+    Delivered tokens are billed. Retry with a new request id. interruption: what the server could
+    not do; the same error without tokens has its `cause` as its reason, and a time to retry.
+    """
+
+    reason = "INTERRUPTED"
+
+    def __init__(self, interruption: str, cause: str, delivered_token_count: int) -> None:
+        super().__init__(
+            f"Your request ended after {delivered_token_count} tokens, which are delivered and"
+            f" billed. {interruption} Request the rest, or all of it, with a new request_id; this"
+            " one returns its usage from now on.",
+            cause=cause,
             delivered_token_count=delivered_token_count,
             retry_with="new_request_id",
         )

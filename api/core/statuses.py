@@ -38,6 +38,8 @@ ERROR_DOMAIN = "weir.dev"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 # A first word that a sentence begins with; not a field, a path or a name in quotes.
 FIRST_WORD = re.compile(r"[a-z]+(?:'s)?(?= )")
+# Errors that only the operator can mend, with texts that say how.
+FOR_OPERATORS = (engine_errors.CheckpointInvalid, engine_errors.EngineStartFailed)
 # Bytes that take three in the header `grpc-message`.
 PERCENT_ENCODED = bytes({*range(256)} - {*range(0x20, 0x7F)} | {ord("%")})
 # Of the message, percent-encoded, and of its parts if there are too many to show all.
@@ -113,6 +115,7 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
     ),
     code_pb2.ABORTED: (
         errors.EngineLostMidway,
+        errors.Interrupted,
         errors.AttachedElsewhere,
         metering_errors.RequestInFlight,
         metering_errors.HoldEnded,
@@ -223,7 +226,7 @@ def message_of(error: BaseException) -> str:
         message = as_sentence(message)
     wait_s = retry_after_of(error)
     if wait_s is None:
-        return message
+        return f"{message} Tell the operator." if isinstance(error, FOR_OPERATORS) else message
     return f"{message} Try again {f'in {wait_text(wait_s)}' if wait_s > 0 else 'now'}."
 
 

@@ -201,7 +201,12 @@ WAYS: tuple[Way, ...] = (
         "ADDRESS_NOT_ALLOWED, PERMISSION_DENIED",
         errors=(errors.PermissionDenied,),
     ),
-    Way("Drain timeout", C.SERVICE, "DRAINING", errors=(errors.Draining,)),
+    Way(
+        "Drain timeout",
+        C.SERVICE,
+        "DRAINING, or INTERRUPTED after a token",
+        errors=(errors.Draining, errors.Interrupted),
+    ),
     Way(
         "Server at capacity, or start would be too late",
         C.SERVICE,

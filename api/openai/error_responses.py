@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from weir.v1 import types_pb2
 
 from api.core.errors import FieldViolation, InvalidRequest
+from api.core.statuses import as_sentence, doc_url_of
 from api.core.wire import DIMENSION_NUMBERS
 from metering.core.models import QuotaDimension
 
@@ -54,6 +55,23 @@ ERROR_CODES: Mapping[str, str] = {
     "PROMPT_FILTERED": "content_policy_violation",
     "MODEL_UNKNOWN": "model_not_found",
     "INTERNAL": "server_error",
+}
+# Reasons of errors that begin in HTTP, by error code.
+FAULT_REASONS: Mapping[str, str] = {
+    "unknown_url": "URL_UNKNOWN",
+    "method_not_allowed": "URL_UNKNOWN",
+    "not_offered": "URL_UNKNOWN",
+    INVALID_HTTP: "HTTP_INVALID",
+    "expectation_failed": "HTTP_INVALID",
+    "unsupported_encoding": "HTTP_INVALID",
+    "unsupported_media_type": "HTTP_INVALID",
+    "request_timeout": "MESSAGE_MISSING",
+    "request_too_large": "MESSAGE_TOO_LARGE",
+    "invalid_json": "MESSAGE_UNREADABLE",
+    "model_not_found": "MODEL_UNKNOWN",
+    "cancelled": "CANCELLED",
+    "deadline": "DEADLINE_EXCEEDED",
+    "slow_consumer": "SLOW_CONSUMER",
 }
 
 USE_OPENAI = "choose OpenAI's API in the client, with a base URL that ends in /v1"
@@ -135,18 +153,18 @@ def remedy_of(path: str) -> str:
 class ErrorResponse:
     """Error response of the HTTP API.
 
-    `kind` is OpenAI's `type`, `param` the parameter at fault, and `facts` the metadata of the
-    error. `doc_url` is the page of its reason; empty for a refusal at the level of HTTP.
+    `kind` is OpenAI's `type`, `param` the parameter at fault, `facts` the reason and metadata of
+    the error, and `doc_url` the page of the reason.
     """
 
     http_status: int
     message: str
     kind: str
     code: str
-    param: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    facts: Mapping[str, str] = field(default_factory=dict)
-    doc_url: str = ""
+    param: str | None
+    headers: Mapping[str, str]
+    facts: Mapping[str, str]
+    doc_url: str
 
     def body(self, request_id: str = "") -> dict[str, Any]:
         """Build the body in OpenAI's format, with the metadata in `weir`.
@@ -159,10 +177,8 @@ class ErrorResponse:
             "param": self.param,
             "code": self.code,
         }
-        if self.doc_url:
-            error["doc_url"] = self.doc_url
-        if self.facts:
-            error["weir"] = dict(self.facts)
+        error["doc_url"] = self.doc_url
+        error["weir"] = dict(self.facts)
         return {"error": error}
 
 
@@ -182,16 +198,36 @@ class HttpFault(Exception):
         """With `closing`, the connection must close, because the end of the request is unknown."""
         super().__init__(message)
         self.closing = closing
-        self.refusal = ErrorResponse(
-            http_status, message, "invalid_request_error", code, param, headers or {}
-        )
+        self.refusal = http_refusal(http_status, message, code, headers, param)
+
+
+def http_refusal(
+    http_status: int,
+    message: str,
+    code: str,
+    headers: Mapping[str, str] | None = None,
+    param: str | None = None,
+) -> ErrorResponse:
+    """Build the response to an error that begins in HTTP, with the reason of its code."""
+    reason = FAULT_REASONS[code]
+    return ErrorResponse(
+        http_status,
+        as_sentence(message),
+        "invalid_request_error",
+        code,
+        param,
+        headers or {},
+        {"reason": reason},
+        doc_url_of(reason),
+    )
 
 
 def invalid_http_message(message: str | None) -> str:
     """Build the message for a request that is not valid HTTP, from the message of the parser."""
     return (
         "this is not a valid HTTP request:"
-        f" {(message or '').partition(chr(10))[0].rstrip(':')[:200]}"
+        f" {(message or '').partition(chr(10))[0].rstrip(':.')[:200]}. Check that your client"
+        " speaks HTTP/1.1, with TLS only if this port has it"
     )
 
 
@@ -223,7 +259,7 @@ def error_response(
         param,
         headers,
         {"reason": info.reason, **info.metadata},
-        "" if page is None else page.links[0].url,
+        doc_url_of(info.reason) if page is None else page.links[0].url,
     )
 
 

@@ -33,7 +33,13 @@ from api.generation.request.phases import Ended
 from api.generation.request.registry import RequestRegistry
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
-from api.openai.error_responses import CLIENT_CLOSED, ErrorResponse, error_response, quota_headers
+from api.openai.error_responses import (
+    CLIENT_CLOSED,
+    ErrorResponse,
+    error_response,
+    http_refusal,
+    quota_headers,
+)
 from api.openai.listener import Connection, WholeResponse
 from api.openai.parameters import ParsedRequest
 from metering.core.errors import RequestInFlight
@@ -50,13 +56,12 @@ LOGPROBS_AT_ONCE = 200  # tokens whose log-probabilities become JSON on the even
 LOGPROB_COST = 50  # characters of text to encode that cost as much as one of them
 EVENT_STREAM, JSON = "text/event-stream; charset=utf-8", "application/json"
 # Reasons for an end in the middle of the output: a client that still reads gets an error.
-CUT_OFF = frozenset(
-    {
-        types_pb2.FINISH_REASON_SLOW_CONSUMER,
-        types_pb2.FINISH_REASON_CANCELLED,
-        types_pb2.FINISH_REASON_DEADLINE,
-    }
-)
+# Ends of an answer that is not whole, which are errors in HTTP.
+CUT_OFF: Mapping[int, str] = {
+    types_pb2.FINISH_REASON_SLOW_CONSUMER: "it was read too slowly. Read it as it arrives",
+    types_pb2.FINISH_REASON_CANCELLED: "you cancelled it. Send the request again if you need it",
+    types_pb2.FINISH_REASON_DEADLINE: "its deadline has passed. Allow more time",
+}
 
 log = structlog.get_logger(__name__)
 
@@ -410,12 +415,8 @@ class Exchange:
         if cut is None or self._refusal is not None:
             return b""
         name = answers.REASON_NAMES[cut]
-        refusal = ErrorResponse(
-            CLIENT_CLOSED,
-            f"the answer was cut off: {finished.detail or name}",
-            "invalid_request_error",
-            name.lower(),
-        )
+        why = finished.detail or CUT_OFF[cut]
+        refusal = http_refusal(CLIENT_CLOSED, f"the answer was cut off: {why}", name.lower())
         return self._fail(subscription, refusal)
 
     def _fail(self, subscription: AnswerSubscription, refusal: ErrorResponse) -> bytes:

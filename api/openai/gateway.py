@@ -251,9 +251,8 @@ class Gateway:
                 hint = "the base URL must end in /v1"
             elif path.removeprefix("/v1") in self._handlers:
                 hint = "the base URL has a /v1 that the client adds too: leave it out"
-            raise HttpFault(
-                404, f"unknown URL: {request.method} {path[:200] or '/'}; {hint}", "unknown_url"
-            )
+            unknown = f"unknown URL {request.method} {path[:200] or '/'}: {hint}"
+            raise HttpFault(404, unknown, "unknown_url")
         method, handler, rpc = route
         # For HEAD, aiohttp omits the body.
         allowed = ("GET", "HEAD") if method == "GET" else (method,)
@@ -261,7 +260,8 @@ class Gateway:
             hint = "" if request.method == "OPTIONS" else remedy_of(path)
             raise HttpFault(
                 405,
-                f"{path[:200]} allows only {method}" + (f"; {hint}" if hint else ""),
+                f"send {method}, not {request.method}, to {path[:200]}"
+                + (f": {hint}" if hint else ""),
                 "method_not_allowed",
                 {"allow": ", ".join(allowed)},
             )
@@ -439,7 +439,9 @@ class Gateway:
         raw_path = plain_path(request.rel_url.raw_path)
         name = unquote(raw_path.removeprefix(f"{MODELS_PATH}/"))
         if name not in objects:
-            message = f"the model {name[:200]!r} does not exist; GET /v1/models lists the models"
+            message = (
+                f"the model {name[:200]!r} does not exist: choose one that GET /v1/models lists"
+            )
             raise HttpFault(404, message, "model_not_found", param="model")
         return answered(objects[name], arrival)
 
@@ -481,7 +483,7 @@ class Gateway:
         again, and those of `parse`.
         """
         if self._registry.is_draining:
-            raise Draining("This server is shutting down. Send the request to another one.")
+            raise Draining()
         bytes_max, size = self._bytes_max, request.content_length or CHUNKED_BYTES
         # The turn of the key look-up still applies, since nothing was awaited.
         if size <= SHORT_BYTES_MAX and request.content.is_eof():

@@ -30,8 +30,15 @@ from api.core.endpoint import bound_socket
 from api.core.errors import Unauthenticated
 from api.core.rate_limiter import CALL, Call, RateLimiter, measured
 from api.core.settings import Settings
+from api.core.statuses import internal_status
 from api.openai import answers
-from api.openai.error_responses import INVALID_HTTP, ErrorResponse, HttpFault, invalid_http_message
+from api.openai.error_responses import (
+    INVALID_HTTP,
+    HttpFault,
+    error_response,
+    http_refusal,
+    invalid_http_message,
+)
 
 Handle = Callable[[web.BaseRequest], Coroutine[Any, Any, web.StreamResponse]]
 # Seconds. Enough for 4 MiB over a slow line, too short for a body sent byte by byte.
@@ -92,12 +99,12 @@ async def read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
     for encoding in request.headers.getall("content-encoding", ()):
         if encoding.strip().lower() != "identity":
             raise HttpFault(
-                415, "send the body as it is, without content-encoding", "unsupported_encoding"
+                415, "Send the body as it is, without content-encoding.", "unsupported_encoding"
             )
     if request.headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
         raise HttpFault(
             400,
-            invalid_http_message("transfer-encoding can only be chunked"),
+            invalid_http_message("transfer-encoding must be chunked"),
             INVALID_HTTP,
             closing=True,
         )
@@ -107,7 +114,7 @@ async def read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
         if expected.lower() != "100-continue":
             raise HttpFault(
                 417,
-                "the header Expect must be 100-continue or absent",
+                "The header Expect must be 100-continue or absent.",
                 "expectation_failed",
                 closing=True,
             )
@@ -126,7 +133,7 @@ async def read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
     except TimeoutError:
         raise HttpFault(
             408,
-            f"the body was not received within {BODY_WAIT_S:.0f} s",
+            f"Your body was not received within {BODY_WAIT_S:.0f} s. Send it whole, and at once.",
             "request_timeout",
             closing=True,
         ) from None
@@ -142,7 +149,7 @@ async def read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
 def too_large(bytes_max: int) -> HttpFault:
     return HttpFault(
         413,
-        f"the body must be at most {bytes_max} bytes",
+        f"Your body must have at most {bytes_max:,} bytes. Send a smaller one.",
         "request_too_large",
         closing=True,
     )
@@ -385,17 +392,14 @@ class Connection(RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Build the error response: 400 for invalid HTTP, 500 for an exception of the handler."""
-        if status >= 500:
-            log.error("http_handler_failed", exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("a part of the response has been sent")
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        text = "internal error" if status >= 500 else invalid_http_message(message)
-        body = answers.encode(
-            ErrorResponse(
-                status, text, kind, "server_error" if status >= 500 else INVALID_HTTP
-            ).body()
+        refusal = (
+            error_response(internal_status(exc or RuntimeError("a handler failed")))
+            if status >= 500
+            else http_refusal(status, invalid_http_message(message), INVALID_HTTP)
         )
+        body = answers.encode(refusal.body())
         response = web.Response(status=status, body=body, content_type="application/json")
         response.force_close()
         return response

@@ -408,10 +408,8 @@ def error_body(refusal: ErrorResponse, request_id: str) -> dict[str, Any]:
         "message": too_long + refusal.message,
         "details": {"error_code": refusal.code},
     }
-    if refusal.doc_url:
-        error["doc_url"] = refusal.doc_url
-    if refusal.facts:
-        error["weir"] = dict(refusal.facts)
+    error["doc_url"] = refusal.doc_url
+    error["weir"] = dict(refusal.facts)
     return {"type": "error", "error": error, "request_id": request_id}
 
 

@@ -361,7 +361,10 @@ def decode(body: bytes, kind: type[Body], notes: Notes | None = None) -> Body:
         param, what = named or (None, str(error))
         location = "" if param is None else f"{param}: "
         raise HttpFault(
-            400, f"{location}the body is not valid JSON: {what}", "invalid_json", param=param
+            400,
+            f"{location}the body is not valid JSON: {what}. Send one JSON object",
+            "invalid_json",
+            param=param,
         ) from None
     if api_of(kind):
         drop_empty(requested)

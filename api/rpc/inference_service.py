@@ -225,8 +225,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         principal = await self._authenticator.principal(context)
         if request.project and principal.models:
             raise PermissionDenied(
-                f"this API key is limited to {', '.join(sorted(principal.models))} and sees only"
-                " its own usage: ask without `project`, or use a key without such a limit"
+                f"Your API key is limited to {', '.join(sorted(principal.models))} and sees only"
+                " its own usage. Ask without `project`, or use a key without such a limit."
             )
         by = groupings(request.group_by)
         async with self._reports.reading(principal) as session:

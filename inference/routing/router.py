@@ -154,7 +154,9 @@ class Router:
         except KeyError:
             known = ", ".join(catalog.fallbacks)
             remedy = (
-                f"known are: {known}" if known else "this deployment has no regions: leave it unset"
+                f"choose one of {known}"
+                if known
+                else "this deployment has no regions: leave it unset"
             )
             raise RequestImpossible(
                 f"region {region[:64]!r} is unknown; {remedy}", "region"

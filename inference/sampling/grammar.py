@@ -181,7 +181,9 @@ class GrammarCompiler:
         try:
             source = _grammar_source(response_format)
         except (ValueError, RecursionError) as error:
-            raise RequestImpossible(f"not a JSON schema: {error}", response_format.field) from error
+            raise RequestImpossible(
+                f"must be a JSON schema: {error}", response_format.field
+            ) from error
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(
             self._load_tokenizer(response_format.field), source, log_level=0, limits=limits
@@ -216,7 +218,9 @@ class GrammarCompiler:
 
             if not self._end_token_ids:
                 raise RequestImpossible(
-                    "this model has no end token, so no answer could ever be complete", field
+                    "this model has no end token, so no answer could ever be complete: leave the"
+                    " format out, or choose another model",
+                    field,
                 )
             try:
                 ends = sorted(self._end_token_ids)
@@ -225,7 +229,9 @@ class GrammarCompiler:
                 )
             except Exception as error:  # the library raises exceptions of any type
                 raise RequestImpossible(
-                    f"this model's tokenizer does not support response formats: {error}", field
+                    f"this model's tokenizer does not support response formats: {error}; leave the"
+                    " format out, or choose another model",
+                    field,
                 ) from error
         return self._tokenizer
 

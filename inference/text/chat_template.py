@@ -187,17 +187,26 @@ class ChatTemplates:
             )
         for message in messages:
             if not _ROLE.fullmatch(message.role):
-                raise ChatTemplateFailed(f"role {message.role!r} is not a name")
+                raise ChatTemplateFailed(
+                    f"role {message.role!r} is not a name: use a role such as user"
+                )
         if tools and not template.shows_tools:
-            raise ChatTemplateFailed("this model's chat template has no place for tools")
+            raise ChatTemplateFailed(
+                "this model's chat template has no place for tools: leave them out, or choose"
+                " another model"
+            )
         if not template.shows_calls and any(
             message.tool_calls or message.call for message in messages
         ):
             raise ChatTemplateFailed(
-                "this model's chat template has no place for tool calls and their results"
+                "this model's chat template has no place for tool calls and their results: send"
+                " them as text, or choose another model"
             )
         if thinking not in (None, *NOT_THINKING) and not template.thinking_variables(thinking):
-            raise ChatTemplateFailed("this model's chat template has no switch for thinking")
+            raise ChatTemplateFailed(
+                "this model's chat template has no switch for thinking: leave it unset, or choose"
+                " another model"
+            )
         has_tools = bool(tools)
         if (accepted := template.accepted(messages, has_tools=has_tools)) is not None:
             return template.form.arranged(accepted)
@@ -482,9 +491,13 @@ class _ChatTemplate:
             )
             return _until_mark(rendered) if is_unfinished else rendered
         except RecursionError as error:
-            raise ChatTemplateFailed("the chat template recurses too deeply") from error
+            raise ChatTemplateFailed(
+                "the chat template recurses too deeply: send a shorter conversation"
+            ) from error
         except MemoryError as error:
-            raise ChatTemplateFailed("the chat template ran out of memory") from error
+            raise ChatTemplateFailed(
+                "the chat template ran out of memory: send a shorter conversation"
+            ) from error
         except _REFUSALS as error:
             raise ChatTemplateFailed(str(error)) from error
 

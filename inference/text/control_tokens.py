@@ -190,7 +190,8 @@ class ControlTokens:
         """Encode with a copy of the tokenizer that recognizes no markers in text."""
         if re.search(_DIGIT, self._placeholder.sub("", rendered)):
             raise ChatTemplateFailed(
-                "the chat template cuts a message within the text of a control token"
+                "the chat template cuts a message within the text of a control token: remove that"
+                " token from your messages"
             )
         copy, marker_id_by_twin = self._twins()
         if self._tokens:

@@ -142,7 +142,10 @@ class SupervisedEngine(SupervisedBackend):
         self._valid_sampling = request.sampling
         model.capabilities.check(request, model.engine)
         if request.adapter and request.adapter not in model.adapters:
-            raise RequestImpossible(f"this model's engine has no LoRA adapter {request.adapter!r}")
+            raise RequestImpossible(
+                f"this model's engine has no LoRA adapter {request.adapter!r}: use a model that the"
+                " server lists"
+            )
         if self._waiting_count >= self._limits.waiting_sequence_count_max:
             raise EngineOverloaded("the engine's queue is full", self._overload_wait_s())
         sequence = self._sequences[self._next_number] = EngineSequence(

@@ -176,5 +176,6 @@ def secret(environment: Mapping[str, str], name: str) -> str:
         return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValue(
-            f"{name}_FILE", f"{path} cannot be read: {type(error).__name__}"
+            f"{name}_FILE",
+            f"{path} cannot be read ({type(error).__name__}): check the path and its mode",
         ) from error

@@ -506,13 +506,14 @@ async def check_no_invoice(session: AsyncSession, facts: Mapping[str, Any]) -> N
     known = (await session.execute(INVOICE_KNOWN, {**facts, "grace": NO_INVOICE_AFTER})).one()
     if known.is_final_elsewhere:
         raise StripeFailed(
-            "the invoice of the month belongs to another customer at Stripe: check `weir stripe"
-            " status` and bill the month by hand"
+            "The invoice of the month belongs to another customer at Stripe. Check `weir stripe"
+            " status`, and bill the month by hand."
         )
     if known.may_come:
         raise StripeFailed(
-            "there is no invoice of the month yet: without a subscription (weir stripe sync), the"
-            f" amount goes on the next invoice {NO_INVOICE_AFTER.days} days after the month"
+            "Stripe has no invoice of the month yet. Wait for it; if there is no subscription"
+            " (`weir stripe sync`), the amount goes on the next invoice"
+            f" {NO_INVOICE_AFTER.days} days after the month."
         )
 
 

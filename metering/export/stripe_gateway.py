@@ -128,7 +128,10 @@ class StripeGateway:
                 self._client.raw_request, method, path, **parameters, **options
             )
         except stripe.StripeError as error:
-            raise StripeFailed(f"{method.upper()} {path}: {described(error)}") from error
+            raise StripeFailed(
+                f"Stripe did not accept {method.upper()} {path}. Check the request at Stripe:"
+                f" {described(error)}"
+            ) from error
         body = answer.data
         assert isinstance(body, dict)
         return body
@@ -281,7 +284,7 @@ def unit_amount_decimal(picos_per_token: int, currency_code: str) -> str:
         raise InvalidValue(
             "price",
             f"{picos_per_token} picos of {currency_code} have more than {DECIMALS_MAX} decimals at"
-            " Stripe",
+            " Stripe: choose a rounder price",
         )
     return f"{whole}.{fraction}" if fraction else whole
 

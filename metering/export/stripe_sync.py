@@ -695,7 +695,9 @@ async def resend(sessions: Sessions, gateway: StripeGateway, batch_id: uuid.UUID
                 MOVE, {"id": batch_id, "state": str(refused), "error": answer.reason}
             )
     if answer.verdict is not Verdict.DELIVERED:
-        raise StripeFailed(f"the meter event is not cancelled: {answer.reason}")
+        raise StripeFailed(
+            f"The meter event is not cancelled: {answer.reason}. Correct its usage at Stripe."
+        )
 
 
 async def settle(sessions: Sessions, batch_id: uuid.UUID, *, counted: bool) -> None:

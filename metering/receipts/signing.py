@@ -80,7 +80,7 @@ def read_key(path: Path) -> Signer:
         ) from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise InvalidValue(
-            KEY_VARIABLE, f"{path} does not contain a private key as PEM without a password"
+            KEY_VARIABLE, f"{path} must contain a private key as PEM without a password"
         ) from error
     if not isinstance(key, Ed25519PrivateKey):
         raise InvalidValue(

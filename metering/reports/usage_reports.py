@@ -325,7 +325,7 @@ def period_of(month: str, first_day: str, last_day: str, today: date) -> str | D
             raise InvalidValue("first_day", "is required with last_day")
         first = today.replace(day=1)
     if last < first:
-        raise InvalidValue("last_day", f"{last} is before the first day, {first}")
+        raise InvalidValue("last_day", f"must be {first}, the first day, or later; got {last}")
     if (last - first).days >= DAYS_MAX:
         latest = first + timedelta(days=DAYS_MAX - 1)
         raise InvalidValue(

@@ -83,7 +83,7 @@ async def check_two_persons(
     rotation comes before or after. Raises: KeyInvalid if the secret has ended meanwhile.
     """
     if author == approver:
-        raise ApprovalRefused(f"{approver} proposed {what}: another person has to approve it")
+        raise ApprovalRefused(f"{approver} proposed {what}. Another person has to approve it.")
     own = await _acts_of_secret(session, approver, secret_hash)
     if path := await _path(session, author, approver, own):
         chain = ", which was ".join(f"{_passive(act)} by {act.actor}" for _, act in path)

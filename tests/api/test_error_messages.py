@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from google.rpc import code_pb2, error_details_pb2
 from weir_client.status import error_from_status
 
+from api.core.errors import Interrupted
 from api.core.settings import Settings
 from api.core.statuses import (
     CODES_BY_CLASS,
+    FOR_OPERATORS,
     as_sentence,
     link_to_docs,
     message_of,
+    retry_after_of,
     status_of,
 )
-from api.openai.error_responses import error_response, translate_terms
+from api.generation.request.readiness import interrupted
+from api.openai.error_responses import (
+    FAULT_REASONS,
+    ErrorResponse,
+    HttpFault,
+    detail_of,
+    error_response,
+    translate_terms,
+)
 from api.openai.messages import error_body
 from common.settings import SettingInvalid
 from infra import prose
-from infra.error_examples import examples, quota_examples
+from infra.error_examples import examples, http_examples, quota_examples
 from metering.core.errors import DatabaseUnavailable, PriceMissing
 from metering.core.models import QuotaDimension
 from metering.quotas.quotas import QuotaExceeded
@@ -33,18 +48,10 @@ UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-")
 REMEDY = re.compile(
     r"\b(?:Use|Send|Ask|Check|Set|Allow|Attach|Wait|Start|Shorten|Split|Add|Change|Create|Close|Post"
     r"|Correct|Propose|Approve|Tell|Update|Generate|List|Request|Open|Run|Mend|Read|Complete"
-    r"|must be|send|ask|set|choose|add|use|shorten|close|has to)\b"
+    r"|Another person|must be|send|ask|set|choose|add|use|shorten|close|has to)\b"
 )
-# Classes whose texts are fragments: of a field, of a sentence, or for operators.
-FRAGMENTS = {
-    "InvalidRequest", "InvalidValue", "RequestImpossible", "ChatTemplateFailed", "HoldEnded",
-    "CheckpointInvalid", "EngineStartFailed", "EngineUnavailable", "EngineOverloaded",
-    "EngineFailed", "InvariantViolated", "StripeFailed", "SafetyUnavailable", "KeyBoundExceeded",
-    "WriteConflict", "PermissionDenied", "NotFound", "AlreadyExists", "PromptFiltered",
-    "ModelMismatch", "ModelUnknown", "PriceMissing", "ModelNotAllowed", "CallMissing",
-    "BillingDetailsMissing", "RequestOver", "PreparationLimit", "ApprovalRefused",
-    "DatabaseUnavailable",
-}  # fmt: skip
+# A description of a field says what is allowed or what to do: "must be a day", "…: leave it out".
+ALLOWED = re.compile(r"\bmust\b|is required|(?::|;|,) (?:and )?[a-z`1]+")
 
 
 def test_every_class_has_an_example() -> None:
@@ -69,6 +76,24 @@ def test_http_has_the_text_of_grpc(error: Exception) -> None:
     answer = error_response(status)
 
     assert answer.message == translate_terms({}, status.message) or answer.param
+
+
+@pytest.mark.parametrize("fault", http_examples(), ids=lambda fault: fault.refusal.code)
+@pytest.mark.parametrize("form", [ErrorResponse.body, error_body])
+def test_an_error_that_begins_in_http_is_like_the_others(
+    fault: HttpFault, form: Callable[[ErrorResponse, str], dict[str, Any]]
+) -> None:
+    error = form(fault.refusal, "id")["error"]
+
+    assert error["doc_url"] == f"docs/reference/errors/{error['weir']['reason']}.md"
+    assert (ROOT / error["doc_url"]).is_file()
+    assert not error["message"][0].islower()
+    assert error["message"].endswith(".")
+    assert REMEDY.search(error["message"]) or ALLOWED.search(error["message"])
+
+
+def test_every_code_of_an_error_that_begins_in_http_has_an_example() -> None:
+    assert {fault.refusal.code for fault in http_examples()} == FAULT_REASONS.keys()
 
 
 MESSAGES = (
@@ -121,36 +146,86 @@ def test_the_time_of_a_retry_is_rounded_up(wait_s: float, time: str) -> None:
     assert message == f"No answer. Try again {time}."
 
 
-def raised_texts() -> Iterator[tuple[str, str]]:
-    """Find the constant texts with which errors are built, by class and place."""
-    names = {kind.__name__ for kind in CODES_BY_CLASS} - FRAGMENTS
+def position_of_text(kind: type) -> int | None:
+    """Find which argument of an error is its text; None if the class builds it."""
+    init = next(vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each))
+    parameters = [*inspect.signature(init).parameters][1:]
+    named = [each for each in parameters if each in ("message", "remedy", "wrong", "args")]
+    return parameters.index(named[0]) if named else None
+
+
+def text_of(node: ast.expr, path: Path) -> str | None:
+    """Return a text in the source, with constants of its module and 1 for what varies."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(text_of(each, path) or "1" for each in parts)
+        case ast.FormattedValue(value=value):
+            return text_of(value, path)
+        case ast.Name(id=name) if name.isupper():
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            return str(getattr(importlib.import_module(module), name))
+    return None
+
+
+def raised_texts() -> Iterator[tuple[type, str, str]]:
+    """Find the texts with which errors that clients receive are built: class, place, text."""
+    kinds = {
+        kind.__name__: (kind, position)
+        for kind, code in CODES_BY_CLASS.items()
+        if code != code_pb2.INTERNAL and kind not in FOR_OPERATORS
+        if (position := position_of_text(kind)) is not None
+    }
     for folder in ("api", "inference", "metering"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
-                match node:
-                    case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=str(text))]):
-                        pass
-                    case ast.Call(func=ast.Name(id=name), args=[ast.JoinedStr(values=parts)]):
-                        text = "".join(
-                            str(each.value) if isinstance(each, ast.Constant) else "1"
-                            for each in parts
-                        )
-                    case _:
-                        continue
-                if name in names:
-                    yield f"{path.relative_to(ROOT)}:{node.lineno}", text
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+                    name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+                    kind, position = kinds.get(name, (None, 0))
+                    if kind is not None and len(node.args) > position:
+                        text = text_of(node.args[position], path)
+                        if text is not None:
+                            yield kind, f"{path.relative_to(ROOT)}:{node.lineno}", text
+
+
+def is_helpful(kind: type, text: str) -> bool:
+    """Return whether an error's text says what to do, as the client receives it."""
+    example = next(each for each in examples() if type(each) is kind)
+    if len(text) > CHARS_MAX:
+        return False
+    if status_fields(example):
+        return bool(REMEDY.search(text) or ALLOWED.search(text) or text.endswith("1"))
+    if retry_after_of(example) is not None:
+        return True  # the message ends with the time of the retry
+    return bool(REMEDY.search(text)) and not text[0].islower() and text.endswith((".", "1"))
+
+
+def status_fields(error: Exception) -> list[str]:
+    """List the fields of a request that an error names."""
+    bad_request = detail_of(status_of(error), error_details_pb2.BadRequest)
+    return [each.field for each in bad_request.field_violations] if bad_request else []
 
 
 def test_the_texts_where_errors_are_raised_say_what_to_do() -> None:
-    texts = dict(raised_texts())
-    silent = {
-        where: text
-        for where, text in texts.items()
-        if not REMEDY.search(text) or not text.endswith(".") or len(text) > CHARS_MAX
-    }
+    found = [*raised_texts()]
 
-    assert silent == {}
-    assert len(texts) > 20
+    assert [(where, text) for kind, where, text in found if not is_helpful(kind, text)] == []
+    assert len(found) > 200
+
+
+@pytest.mark.parametrize("error", examples(), ids=lambda error: type(error).__name__)
+def test_no_error_advises_to_repeat_a_request_id_after_the_first_token(error: Exception) -> None:
+    """The id has its usage by then, and returns nothing else."""
+    assert interrupted(error, 0) is error
+
+    ended = interrupted(error, 120)
+
+    assert retry_after_of(ended) is None
+    if retry_after_of(error) is not None:
+        assert isinstance(ended, Interrupted)
+        assert ended.facts["retry_with"] == "new_request_id"
+        assert str(ended).startswith("Your request ended after 120 tokens, which are delivered")
 
 
 @pytest.mark.parametrize(

@@ -231,14 +231,27 @@ def test_amount_payer_and_reason_are_one_call(weir: Run, server: ScriptedWeir) -
     ended = weir("price withdraw demo --org acme")
 
     assert [row for row in rows(listed.stdout) if " demo " in f" {row}"] == [
-        "demo interactive 0.15 0.15 0.60 0.00 USD list 2026-12-01 00:00:00Z 2",
-        "demo batch 0.075 0.075 0.30 0.00 USD acme 2026-11-20 12:00:00Z 3",
+        "demo interactive 0.15 0.15 0.60 0.00 list 2026-12-01 2",
+        "demo batch 0.075 0.075 0.30 0.00 acme 2026-11-20 12:00 3",
     ]
+    assert listed.stdout.startswith("prices per million tokens · USD\n")
     assert server.accounts.requests[0].organization == "acme"
     ended_price = next(row for row in rows(history.stdout) if " ends " in row)
     assert ended_price.startswith("4 demo acme batch ends ")
     assert "acme pays the list price of demo from 2026-11-20 12:00:00Z on" in ended.stderr
     assert json.loads(weir("price list --json").stdout)["prices"][1]["source"] == "organization"
+
+
+@pytest.mark.parametrize(("columns", "heads"), [("80", "from since (UTC)"), ("60", "output from")])
+def test_a_price_list_keeps_prices_currency_and_source_on_a_narrow_terminal(
+    weir: Run, monkeypatch: pytest.MonkeyPatch, columns: str, heads: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+
+    shown = weir("price list --org acme").stdout
+
+    assert shown.startswith("prices per million tokens · USD\n")
+    assert heads in " ".join(shown.splitlines()[2].split())
 
 
 def test_models_count_and_prices_are_listed(weir: Run) -> None:

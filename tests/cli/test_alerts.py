@@ -21,6 +21,7 @@ MONEY = alerts_pb2.Alert(
     threshold=80,
     limit_value=250 * 10**12,
     used_value=201 * 10**12,
+    currency_code="USD",
     window_start_time=NOVEMBER,
 )
 CREDIT = alerts_pb2.Alert(
@@ -47,8 +48,9 @@ def test_alerts_are_listed_with_what_was_used_of_what(weir: Run, server: Scripte
     assert server.accounts.requests[0] == alerts_pb2.ListAlertsRequest(
         organization="acme", page_size=2
     )
-    for reported in ("wk_12345678", "cost-per-month", "80 %", "201.00", "250.00", "2026-11"):
-        assert reported in shown.stdout
+    reported = "wk_12345678", "cost-per-month", "80 %", "201.00 USD", "250.00 USD", "2026-11"
+    for part in reported:
+        assert part in shown.stdout
     assert "20.00 left" in shown.stdout
     assert "a2" in shown.stdout
     assert "--count more than 2" in shown.stderr

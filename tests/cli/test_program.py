@@ -33,6 +33,12 @@ HEAVY = (
     *("google.protobuf", "grpc", "importlib.metadata", "pydantic", "rich", "weir", "yaml"),
     *("cryptography", "numpy", "psycopg", "sqlalchemy", "torch", "inference", "metering"),
 )
+# Options that take any text; the others have a placeholder that says what belongs there.
+FREE_TEXT = {
+    *("system", "stop", "regex", "region", "name", "reason", "subject", "actor", "action", "root"),
+    *("legal_name", "address_line1", "address_line2", "city", "postal_code", "state", "country"),
+    *("tax_id", "language", "check"),
+}
 # Commands that print no data: they run until stopped, act, or print text for a shell, browser or
 # file.
 WITHOUT_JSON = {
@@ -238,6 +244,7 @@ def test_placeholders_and_spellings_are_the_same_in_every_command() -> None:
                 assert re.fullmatch("[A-Z_]+", each.metavar), (path, each.name)
             elif each.metavar is not None:
                 assert re.fullmatch("[A-Z_=]+", each.metavar), (path, each.name)
+                assert each.metavar != "TEXT" or each.name in FREE_TEXT, (path, each.name)
             elif not each.is_flag:
                 assert each.type_descriptor.is_choice, (path, each.name)
 

@@ -204,7 +204,7 @@ async def test_other_calls_are_refused(service: Service, http: aiohttp.ClientSes
         name = f"{method.containing_service.name}/{method.name}"
         if name not in offered:
             status, text = await ask(http, service, name, tenant.secret)
-            assert (status, reason_of(text)) == (404, "NOT_OFFERED"), name
+            assert (status, reason_of(text)) == (404, "URL_UNKNOWN"), name
 
     assert service.database.rows("SELECT count(*) AS n FROM audit_log") == before
 
@@ -336,8 +336,8 @@ async def test_bodies_have_bounds_and_a_type(service: Service, http: aiohttp.Cli
         for _ in range(4):
             yield b" " * (BODY_BYTES_MAX // 2)
 
-    assert await refusal(b" " * (BODY_BYTES_MAX + 1), as_json) == (413, "REQUEST_TOO_LARGE")
-    assert await refusal(pieces(), as_json) == (413, "REQUEST_TOO_LARGE")
+    assert await refusal(b" " * (BODY_BYTES_MAX + 1), as_json) == (413, "MESSAGE_TOO_LARGE")
+    assert await refusal(pieces(), as_json) == (413, "MESSAGE_TOO_LARGE")
     as_text = key | {"content-type": "text/plain"}
     assert await refusal(b"{}", as_text) == (415, "UNSUPPORTED_MEDIA_TYPE")
     packed = as_json | {"content-encoding": "gzip"}

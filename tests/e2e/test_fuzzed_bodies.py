@@ -116,7 +116,7 @@ def check_events(path: str, text: bytes) -> None:
 
 def incident_count(service: Service) -> int:
     """Return the number of errors of the service itself."""
-    return sum(len(log_events(service.log, name)) for name in ("incident", "http_handler_failed"))
+    return len(log_events(service.log, "incident"))
 
 
 def resident_mib(service: Service) -> float:

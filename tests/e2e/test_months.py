@@ -156,7 +156,7 @@ async def test_a_month_is_closed_and_corrected(finance: Finance, tmp_path: Path)
         )
         assert first == second
 
-    assert "another person has to approve it" in own
+    assert "Another person has to approve it" in own
     assert "credit note CN-" in approved
     assert "rejected" in rejected
     assert "an outage" in notes

@@ -161,7 +161,7 @@ async def test_a_broken_stream_bills_what_was_sent(inside: Inside, service: Serv
         )
         await anext(aiter(stream))
         inside.process.fail_all(Draining("to be served elsewhere"))
-        with pytest.raises(openai.APIError, match="elsewhere") as broken:
+        with pytest.raises(openai.APIError, match="new Idempotency-Key") as broken:
             async for _ in stream:
                 pass
         response = await client.responses.create(
@@ -171,11 +171,12 @@ async def test_a_broken_stream_bills_what_was_sent(inside: Inside, service: Serv
         inside.process.fail_all(Draining("to be served elsewhere"))
         *_, last = [event async for event in response]
 
-    assert broken.value.code == "draining"
+    assert broken.value.code == "interrupted"
     assert last.type == "response.failed"
     assert last.response.error is not None
     assert last.response.error.code == "server_error"
-    assert extension(last.response)["reason"] == "DRAINING"
+    assert extension(last.response)["reason"] == "INTERRUPTED"
+    assert extension(last.response)["cause"] == "DRAINING"
     assert all(
         event["outcome"] == "failed" and event["delivered_token_count"] > 0
         for event in service.database.events(tenant)

@@ -85,7 +85,9 @@ async def test_requests_unfinished_in_time_are_settled_and_get_the_reason(launch
 
         for frame in starts:
             refusal = await stream.failed(frame.request_id)
-            assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+            assert (refusal.code, refusal.reason) == (grpc.StatusCode.ABORTED, "INTERRUPTED")
+            assert refusal.info.metadata["cause"] == "DRAINING"
+            assert refusal.retry_after_s is None, "its id would only return its usage"
             assert refusal.frame is not None
             received = len(stream.token_ids(frame.request_id))
             assert refusal.frame.usage.delivered_token_count == received
@@ -110,7 +112,9 @@ async def test_requests_queued_at_the_end_of_the_drain_are_refused(launch: Start
 
         for frame in starts:
             refusal = await stream.failed(frame.request_id)
-            assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+            received = bool(stream.token_ids(frame.request_id))
+            assert refusal.reason == ("INTERRUPTED" if received else "DRAINING")
+            assert (refusal.retry_after_s is None) == received
         assert await asyncio.to_thread(service.wait_ended) == 0
     holds = service.database.holds(tenant)
     assert holds["voided"] >= 110 - 64, "no more than 64 run at once"

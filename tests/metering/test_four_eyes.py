@@ -228,7 +228,7 @@ async def test_keys_of_the_same_hands_cannot_approve_the_change(story: Story, ca
 async def test_the_key_of_the_proposal_cannot_approve_it(story: Story) -> None:
     await story.propose("ann")
 
-    with pytest.raises(ApprovalRefused, match=r"proposed .*: another person has to approve it"):
+    with pytest.raises(ApprovalRefused, match=r"proposed .*\. Another person has to approve it"):
         await story.approve("ann")
 
 

@@ -242,6 +242,26 @@ async def test_a_number_of_retries_holds_for_the_client_or_one_call(
     assert len(server.requests) == count
 
 
+def test_every_unary_call_takes_a_timeout_and_a_number_of_retries() -> None:
+    calls = "count_tokens quote quote_embed embed list_models get_quota get_restrictions usage"
+    for of in (AsyncClient, weir_client.Client):
+        for name in (*calls.split(), "get_generation"):
+            parameters = inspect.signature(getattr(of, name)).parameters
+            assert {"timeout", "max_retries"} <= parameters.keys() or "options" in parameters, name
+
+
+@pytest.mark.parametrize("call", ["list_models", "get_quota", "get_restrictions", "usage"])
+async def test_a_call_without_retries_is_made_once(call: str) -> None:
+    server = ScriptedInference(scripted.answer)
+    draining = scripted.status("UNAVAILABLE", "the server drains", "DRAINING", retry_after_s=0.01)
+    server.refusals = [(draining, True)] * 9
+    async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
+        with pytest.raises(weir_client.Unavailable):
+            await getattr(client, call)(max_retries=0)
+
+    assert len(server.refusals) == 8
+
+
 async def test_the_log_says_retries_and_resumptions_and_nothing_of_the_prompt(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

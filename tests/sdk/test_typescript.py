@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from weir_client import generated_values
 
 from infra import typescript_sdk
 from metering.core.models import QuotaDimension
@@ -136,7 +137,7 @@ def test_administrators_have_their_calls(built: Path, service: Service) -> None:
           lifetimeMs: 3_600_000, maxOutputTokens: 50,
         }});
         const quota = await admin.setQuota(
-          "API_KEY", apiKey.prefix, "cost-per-month", Money.of("5.00", "USD").picos,
+          "api-key", apiKey.prefix, "cost-per-month", Money.of("5.00", "USD").picos,
           {{ alertAt: [50] }},
         );
         const own = {{ ...options, apiKey: secret, labels: {{ app: "shop", kind: "all" }} }};
@@ -150,9 +151,9 @@ def test_administrators_have_their_calls(built: Path, service: Service) -> None:
           if (entries.length === 5) break;
         }}
         const pages = [];
-        for await (const page of billing.getUsage(month, ["MODEL"], {{ organization: "tsshop" }}))
+        for await (const page of billing.getUsage(month, ["model"], {{ organization: "tsshop" }}))
           pages.push(page);
-        const file = await billing.exportMonth(month, "FOCUS_CSV", {{ organization: "tsshop" }});
+        const file = await billing.exportMonth(month, "focus_csv", {{ organization: "tsshop" }});
         const values = [
           quota, answer, entries, pages, await admin.listProjects("tsshop"),
           await admin.listQuotas("tsshop"), await admin.listKeyQuotas(apiKey.prefix),
@@ -165,11 +166,11 @@ def test_administrators_have_their_calls(built: Path, service: Service) -> None:
         ];
         for (const value of values) console.log(JSON.stringify(value));
         for (const call of [
-          () => admin.setQuota("API_KEY", apiKey.prefix, "cost-per-week", 1),
-          () => admin.setQuota("API_KEY", apiKey.prefix, "requests-per-minute", 1.5),
+          () => admin.setQuota("api-key", apiKey.prefix, "cost-per-week", 1),
+          () => admin.setQuota("api-key", apiKey.prefix, "requests-per-minute", 1.5),
           () => admin.createProject("nobody", "web"),
           () => admin.listOrganizations({{ signal: AbortSignal.abort() }}),
-          () => billing.exportMonth(month, "FOCUS_CSV", {{ signal: AbortSignal.abort() }}),
+          () => billing.exportMonth(month, "focus_csv", {{ signal: AbortSignal.abort() }}),
         ]) await call().catch((error) => console.log(`${{error.name}}: ${{error.message}}`));
         await Promise.all([admin.close(), billing.close(), client.close()]);
     """
@@ -180,6 +181,7 @@ def test_administrators_have_their_calls(built: Path, service: Service) -> None:
         "SELECT labels FROM usage_events WHERE request_id = %s", values[1]["requestId"]
     )
 
+    assert values[0]["subject"] == "api-key"
     assert values[0]["limitValue"] == str(5 * 10**12)
     assert values[0]["dimension"] == "cost-per-month"
     assert len(values[2]) == 5
@@ -189,6 +191,21 @@ def test_administrators_have_their_calls(built: Path, service: Service) -> None:
     assert errors[1].startswith("InvalidRequest: limitValue: must be a whole number")
     assert errors[2].startswith("NotFound: ")
     assert errors[3] == errors[4] == "AbortError: This operation was aborted"
+
+
+def test_both_clients_spell_the_values_of_enumerations_alike() -> None:
+    source = (typescript_sdk.SDK / "src/generated_values.ts").read_text()
+    listed = r"export (?:type|const) (\w+) =( \[|)\n((?: +\|? ?\"[\w-]+\"[,;]?\n)+)"
+    spelled = {
+        "QuotaDimension" if name == "QUOTA_DIMENSIONS" else name: re.findall(r'"([\w-]+)"', words)
+        for name, _, words in re.findall(listed, source)
+    }
+
+    assert {"QuotaSubject", "TokenKind", "FinishReason", "QuotaDimension"} <= spelled.keys()
+    for name, words in spelled.items():
+        if not hasattr(generated_values, name):  # of calls that one client has
+            continue
+        assert words == [each.value for each in getattr(generated_values, name)], name
 
 
 @pytest.fixture(scope="module")

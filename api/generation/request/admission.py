@@ -57,7 +57,7 @@ class Capacity:
     def check(self) -> None:
         """Raise the error that `take` would raise: Draining or Overloaded."""
         if self.is_draining:
-            raise Draining("This server is shutting down. Send the request to another one.")
+            raise Draining()
         if self.taken_count >= self.permit_count_max:
             raise Overloaded(
                 f"This server already runs {self.taken_count} requests, which is its limit. Send"

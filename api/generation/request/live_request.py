@@ -88,7 +88,7 @@ from api.generation.request.preparation import (
     max_output_token_count,
     prepared,
 )
-from api.generation.request.readiness import engine_lost, wait_until_ready
+from api.generation.request.readiness import engine_lost, interrupted, wait_until_ready
 from api.generation.request.registry import RequestRegistry
 from api.generation.state import (
     End,
@@ -587,7 +587,7 @@ class LiveRequest:
         try:
             await work
         except asyncio.CancelledError:
-            self._fail(Draining("This server is shutting down. Send the request to another one."))
+            self._fail(Draining())
             raise
         except Exception as error:
             self._fail(error)
@@ -683,9 +683,10 @@ class LiveRequest:
                     processor.stops,
                 )
             else:
-                broken = result
                 if isinstance(result, EngineFailed):  # logged where it is raised
                     broken = engine_lost(admitted.route.engine, settled)
+                else:
+                    broken = interrupted(result, self.output.usage.delivered_token_count)
                 frame = frames.failed(status_of(broken), settled)
         finally:
             ended.cause = cause_of(hold.outcome, broken)

@@ -1,10 +1,11 @@
-"""Waiting for an engine to start, and the error of a request whose engine has failed."""
+"""Waiting for an engine to start, and the errors of requests that the service has to end."""
 
 from __future__ import annotations
 
 import asyncio
 
-from api.core.errors import ApiError, EngineLost, EngineLostMidway
+from api.core.errors import ApiError, EngineLost, EngineLostMidway, Interrupted
+from api.core.statuses import as_sentence, reason_of, retry_after_of, text_of
 from inference.engine import Backend
 from inference.errors import EngineStartFailed
 from metering.holds.operations import Settled
@@ -38,3 +39,15 @@ def engine_lost(backend: Backend, settled: Settled | None = None) -> ApiError:
     if settled is not None:
         return EngineLostMidway(settled.delivered_token_count)
     return EngineLost(max(backend.condition().retry_after_s, RETRY_S_MIN))
+
+
+def interrupted(error: Exception, delivered_token_count: int) -> Exception:
+    """Build the error of an admitted request that `error` ended, after these delivered tokens.
+
+    A retry of the same request would only return its usage, so an error that advises one becomes
+    an `Interrupted`, unless nothing was delivered.
+    """
+    if not delivered_token_count or retry_after_of(error) is None:
+        return error
+    happened = as_sentence(text_of(error).partition(". ")[0])  # without the remedy
+    return Interrupted(happened, reason_of(error), delivered_token_count)

@@ -157,7 +157,11 @@ export const COUNT: Readonly<Record<keyof CountOptions, Check>> = {
 };
 
 /** Options of `embed`. */
-export const EMBED: Readonly<Record<keyof EmbedOptions, Check>> = { ...COMMON, truncate: BOOLEAN };
+export const EMBED: Readonly<Record<keyof EmbedOptions, Check>> = {
+  ...COMMON,
+  truncate: BOOLEAN,
+  maxRetries: WHOLE,
+};
 
 /** Returns an `InvalidRequest` that names one field. */
 export function invalid(field: string, description: string): InvalidRequest {

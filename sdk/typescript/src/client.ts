@@ -164,10 +164,9 @@ export class WeirClient implements AsyncDisposable {
     inputs: string | readonly (string | readonly number[])[],
     options: EmbedOptions = {},
   ): Promise<Quote> {
-    const { timeoutMs, signal } = options;
     const embed = buildEmbed(model, inputs, this.labelled(options));
     return wire.quote(
-      await this.connection.call(InferenceService.method.quote, { embed }, { timeoutMs, signal }),
+      await this.connection.call(InferenceService.method.quote, { embed }, options),
     );
   }
 
@@ -184,11 +183,7 @@ export class WeirClient implements AsyncDisposable {
     options: EmbedOptions = {},
   ): Promise<EmbedResult> {
     const request = buildEmbed(model, inputs, this.labelled(options));
-    const { timeoutMs, signal } = options;
-    const response = await this.connection.call(InferenceService.method.embed, request, {
-      timeoutMs,
-      signal,
-    });
+    const response = await this.connection.call(InferenceService.method.embed, request, options);
     return wire.embedResult(request.requestId, model, response);
   }
 

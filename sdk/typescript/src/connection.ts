@@ -260,9 +260,14 @@ export class Connection {
   async call<Method extends DescMethodUnary>(
     method: Method,
     init: MessageInitShape<Method["input"]>,
-    { timeoutMs = this.settings.timeoutMs ?? UNARY_TIMEOUT_MS, signal }: CallOptionsOf = {},
+    {
+      timeoutMs = this.settings.timeoutMs ?? UNARY_TIMEOUT_MS,
+      maxRetries = this.settings.retry.maxRetries,
+      signal,
+    }: CallOptionsOf = {},
     isIdempotent = true,
   ): Promise<MessageShape<Method["output"]>> {
+    const retry = new RetryPolicy(maxRetries, this.settings.retry.waitMaxMs);
     const deadline = performance.now() + timeoutMs;
     const request = toBinary(method.input, create(method.input, init));
     for (let attempt = 0; ; attempt += 1) {
@@ -279,7 +284,7 @@ export class Connection {
           throw new Cancelled("the client is closed", { cause: error });
         const waitMs =
           isIdempotent && error instanceof WeirError
-            ? this.settings.retry.waitMs(error, attempt)
+            ? retry.waitMs(error, attempt)
             : undefined;
         if (waitMs === undefined || performance.now() + waitMs >= deadline) throw error;
         if (!(await pause(waitMs, [signal, this.closing.signal]))) {
@@ -369,6 +374,8 @@ export class Connection {
 export interface CallOptionsOf {
   /** Milliseconds for the call, retries included. Default 30,000. */
   readonly timeoutMs?: number | undefined;
+  /** Further attempts of a call that can be repeated; default: the client's setting. */
+  readonly maxRetries?: number | undefined;
   /** Cancels the call, which rejects with the reason of the signal. */
   readonly signal?: AbortSignal | undefined;
 }

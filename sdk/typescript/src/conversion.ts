@@ -71,6 +71,11 @@ export function name<Name extends string>(names: Record<number, string>, value: 
   return (names[value] ?? "UNSPECIFIED") as Name;
 }
 
+/** Returns a name as the other clients spell it: in lower case, with hyphens. */
+export function word<Word extends string>(names: Record<number, string>, value: number): Word {
+  return name<string>(names, value).toLowerCase().replaceAll("_", "-") as Word;
+}
+
 /** Returns a dimension by its name; "unspecified" for one that is newer than this client. */
 export function dimensionNamed(text: string): QuotaDimension {
   return QUOTA_DIMENSIONS.find((each) => each === text) ?? "unspecified";

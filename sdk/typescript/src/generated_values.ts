@@ -7,12 +7,12 @@
 import type { JsonValue } from "@bufbuild/protobuf";
 import type { Money } from "./money.js";
 
-/** Owner of a quota. UNSPECIFIED: newer than this client. */
+/** Owner of a quota. unspecified: newer than this client. */
 export type QuotaSubject =
-  | "UNSPECIFIED"
-  | "ORGANIZATION"
-  | "PROJECT"
-  | "API_KEY";
+  | "unspecified"
+  | "organization"
+  | "project"
+  | "api-key";
 
 /** Measure and window of a quota. "unspecified": newer than this client. */
 export const QUOTA_DIMENSIONS = [
@@ -32,12 +32,12 @@ export const QUOTA_DIMENSIONS = [
 /** Measure and window of a quota. */
 export type QuotaDimension = (typeof QUOTA_DIMENSIONS)[number];
 
-/** State of an alert's delivery. UNSPECIFIED: newer than this client. */
+/** State of an alert's delivery. unspecified: newer than this client. */
 export type AlertDeliveryState =
-  | "UNSPECIFIED"
-  | "PENDING"
-  | "DELIVERED"
-  | "FAILED";
+  | "unspecified"
+  | "pending"
+  | "delivered"
+  | "failed";
 
 /** Delivery of an alert to a webhook. */
 export interface AlertDelivery {
@@ -439,15 +439,15 @@ export interface InvoiceLine {
   readonly sourceId: string;
 }
 
-/** Payment state of an invoice at Stripe. UNSPECIFIED: newer than this client. */
+/** Payment state of an invoice at Stripe. unspecified: newer than this client. */
 export type PaymentState =
-  | "UNSPECIFIED"
-  | "OPEN"
-  | "FAILED"
-  | "OVERDUE"
-  | "PAID"
-  | "VOID"
-  | "UNCOLLECTIBLE";
+  | "unspecified"
+  | "open"
+  | "failed"
+  | "overdue"
+  | "paid"
+  | "void"
+  | "uncollectible";
 
 /** One invoice at Stripe, from its events. */
 export interface InvoicePayment {
@@ -645,11 +645,10 @@ export interface Model {
   readonly countsFromUsage: boolean;
 }
 
-/** File format of a month. UNSPECIFIED: newer than this client. */
+/** File format of a month. */
 export type MonthExportFormat =
-  | "UNSPECIFIED"
-  | "INVOICE_PDF"
-  | "FOCUS_CSV";
+  | "invoice_pdf"
+  | "focus_csv";
 
 /** One immutable version of a plan. */
 export interface Plan {
@@ -842,31 +841,30 @@ export interface TokenLogprobs {
   readonly top: readonly TokenLogprob[];
 }
 
-/** Grouping of usage rows. UNSPECIFIED: newer than this client. */
+/** Grouping of usage rows. */
 export type UsageGrouping =
-  | "UNSPECIFIED"
-  | "ORGANIZATION"
-  | "DAY"
-  | "PROJECT"
-  | "API_KEY"
-  | "MODEL"
-  | "REQUEST";
+  | "organization"
+  | "day"
+  | "project"
+  | "api_key"
+  | "model"
+  | "request";
 
-/** Source of a price. UNSPECIFIED: newer than this client. */
+/** Source of a price. unspecified: newer than this client. */
 export type PriceSource =
-  | "UNSPECIFIED"
-  | "LIST"
-  | "ORGANIZATION";
+  | "unspecified"
+  | "list"
+  | "organization";
 
-/** Kind of a charge. UNSPECIFIED: newer than this client. */
+/** Kind of a charge. unspecified: newer than this client. */
 export type ChargeKind =
-  | "UNSPECIFIED"
-  | "ALLOWANCE"
-  | "GRADUATED"
-  | "VOLUME"
-  | "COMMITMENT"
-  | "ADJUSTMENT"
-  | "CREDIT";
+  | "unspecified"
+  | "allowance"
+  | "graduated"
+  | "volume"
+  | "commitment"
+  | "adjustment"
+  | "credit";
 
 /**
  * Recipient of an organization's invoices. Unknown fields are empty. An address has at least
@@ -1135,15 +1133,15 @@ export interface CreditBalance {
   readonly available: Money;
 }
 
-/** Phase of a request. UNSPECIFIED: newer than this client. */
+/** Phase of a request. unspecified: newer than this client. */
 export type RequestPhase =
-  | "UNSPECIFIED"
-  | "PREPARING"
-  | "QUEUED"
-  | "LOADING"
-  | "PREFILL"
-  | "DECODE"
-  | "ENDING";
+  | "unspecified"
+  | "preparing"
+  | "queued"
+  | "loading"
+  | "prefill"
+  | "decode"
+  | "ending";
 
 /** A running or waiting request. Its content is never exposed. */
 export interface LiveRequest {
@@ -1227,12 +1225,12 @@ export interface RecordedRequest {
   readonly apiKeyPrefix: string;
 }
 
-/** Result of ending a request. UNSPECIFIED: newer than this client. */
+/** Result of ending a request. unspecified: newer than this client. */
 export type KillResult =
-  | "UNSPECIFIED"
-  | "ENDED"
-  | "ALREADY_ENDED"
-  | "PENDING";
+  | "unspecified"
+  | "ended"
+  | "already-ended"
+  | "pending";
 
 /** Result of ending a request. */
 export interface KilledRequest {
@@ -1244,17 +1242,17 @@ export interface KilledRequest {
   readonly expireTime: Date | undefined;
 }
 
-/** State of an engine. UNSPECIFIED: newer than this client. */
+/** State of an engine. unspecified: newer than this client. */
 export type ReplicaState =
-  | "UNSPECIFIED"
-  | "COLD"
-  | "LOADING"
-  | "READY"
-  | "RESTARTING"
-  | "FAILED"
-  | "CLOSED"
-  | "DRAINING"
-  | "TRIPPED";
+  | "unspecified"
+  | "cold"
+  | "loading"
+  | "ready"
+  | "restarting"
+  | "failed"
+  | "closed"
+  | "draining"
+  | "tripped";
 
 /** One engine of one process. A remote server has one in each connected process. */
 export interface Replica {
@@ -1367,13 +1365,13 @@ export interface CreatedAlertWebhook {
   readonly secret: string;
 }
 
-/** Action on the object. UNSPECIFIED: newer than this client. */
+/** Action on the object. unspecified: newer than this client. */
 export type ChangeAction =
-  | "UNSPECIFIED"
-  | "CREATE"
-  | "UPDATE"
-  | "DELETE"
-  | "KEEP";
+  | "unspecified"
+  | "create"
+  | "update"
+  | "delete"
+  | "keep";
 
 /** One changed field. */
 export interface FieldChange {
@@ -1432,14 +1430,14 @@ export interface AppliedConfiguration {
   readonly violations: readonly ConfigurationViolation[];
 }
 
-/** Kind of a token, each of which has its own price. UNSPECIFIED: newer than this client. */
+/** Kind of a token, each of which has its own price. unspecified: newer than this client. */
 export type TokenKind =
-  | "UNSPECIFIED"
-  | "INPUT"
-  | "CACHED_INPUT"
-  | "OUTPUT"
-  | "EMBEDDING"
-  | "REASONING";
+  | "unspecified"
+  | "input"
+  | "cached-input"
+  | "output"
+  | "embedding"
+  | "reasoning";
 
 /** Usage of one model at one price version, for one kind of token. */
 export interface MonthReportLine {
@@ -1498,12 +1496,12 @@ export interface Reconciliation {
   readonly balanced: boolean;
 }
 
-/** State of an organization's month. UNSPECIFIED: newer than this client. */
+/** State of an organization's month. unspecified: newer than this client. */
 export type MonthState =
-  | "UNSPECIFIED"
-  | "OPEN"
-  | "CLOSING"
-  | "CLOSED";
+  | "unspecified"
+  | "open"
+  | "closing"
+  | "closed";
 
 /** A line of the month besides usage: of the plan, of credit, or a correction. */
 export interface MonthCharge {
@@ -1601,11 +1599,10 @@ export interface MonthReport {
   readonly rounding: Money | undefined;
 }
 
-/** File format of a report's document. UNSPECIFIED: newer than this client. */
+/** File format of a report's document. */
 export type DocumentFormat =
-  | "UNSPECIFIED"
-  | "JSON"
-  | "CSV";
+  | "json"
+  | "csv";
 
 /** One month of one organization. */
 export interface Month {
@@ -1681,12 +1678,12 @@ export interface MonthVerification {
   readonly differences: readonly string[];
 }
 
-/** State of an adjustment. UNSPECIFIED: newer than this client. */
+/** State of an adjustment. unspecified: newer than this client. */
 export type AdjustmentState =
-  | "UNSPECIFIED"
-  | "PROPOSED"
-  | "APPROVED"
-  | "REJECTED";
+  | "unspecified"
+  | "proposed"
+  | "approved"
+  | "rejected";
 
 /**
  * A manual correction. With `invoice_number` it is a credit note, a separate document; otherwise a

@@ -5,7 +5,7 @@
  */
 
 import { create, toJson } from "@bufbuild/protobuf";
-import { count, date, dimension, durationMs, money, name } from "./conversion.js";
+import { count, date, dimension, durationMs, money, name, word } from "./conversion.js";
 import {
   ApiKeySchema,
   AuditEntrySchema,
@@ -276,7 +276,7 @@ export function alertDelivery(
   value: AlertDeliveryMessage = create(AlertDeliverySchema),
 ): AlertDelivery {
   return {
-    state: name<AlertDeliveryState>(AlertDeliveryStateMessage, value.state),
+    state: word<AlertDeliveryState>(AlertDeliveryStateMessage, value.state),
     attemptCount: value.attemptCount,
     attemptTime: date(value.attemptTime),
     endTime: date(value.endTime),
@@ -317,7 +317,7 @@ export function alert(
     organizationName: value.organizationName,
     fireTime: date(value.fireTime),
     quotaId: value.quotaId,
-    subject: name<QuotaSubject>(QuotaSubjectMessage, value.subject),
+    subject: word<QuotaSubject>(QuotaSubjectMessage, value.subject),
     subjectId: value.subjectId,
     subjectName: value.subjectName,
     model: value.model,
@@ -511,7 +511,7 @@ export function invoicePayment(
   return {
     stripeInvoiceId: value.stripeInvoiceId,
     stripeNumber: value.stripeNumber,
-    state: name<PaymentState>(PaymentStateMessage, value.state),
+    state: word<PaymentState>(PaymentStateMessage, value.state),
     amountDue: money(value.amountDue),
     amountPaid: money(value.amountPaid),
     hostedUrl: value.hostedUrl,
@@ -656,7 +656,7 @@ export function quotaStatus(
 ): QuotaStatus {
   return jsonable({
     quotaId: value.quotaId,
-    subject: name<QuotaSubject>(QuotaSubjectMessage, value.subject),
+    subject: word<QuotaSubject>(QuotaSubjectMessage, value.subject),
     subjectId: value.subjectId,
     model: value.model,
     dimension: dimension(value.dimension),
@@ -847,7 +847,7 @@ export function appliedPrice(
   return {
     model: value.model,
     tier: value.tier === ServiceTier.BATCH ? "batch" : "interactive",
-    source: name<PriceSource>(AppliedPrice_SourceMessage, value.source),
+    source: word<PriceSource>(AppliedPrice_SourceMessage, value.source),
     version: priceVersion(value.version),
   };
 }
@@ -915,7 +915,7 @@ export function liveRequest(
     apiKeyId: value.apiKeyId,
     apiKeyPrefix: value.apiKeyPrefix,
     model: value.model,
-    phase: name<RequestPhase>(RequestPhaseMessage, value.phase),
+    phase: word<RequestPhase>(RequestPhaseMessage, value.phase),
     ageMs: durationMs(value.age),
     inputTokenCount: count(value.inputTokenCount),
     cachedInputTokenCount: count(value.cachedInputTokenCount),
@@ -968,7 +968,7 @@ export function killedRequest(
   value: KillRequestResponseMessage = create(KillRequestResponseSchema),
 ): KilledRequest {
   return {
-    result: name<KillResult>(KillRequestResponse_ResultMessage, value.result),
+    result: word<KillResult>(KillRequestResponse_ResultMessage, value.result),
     generation: value.generation && generation(value.generation),
     expireTime: date(value.expireTime),
   };
@@ -981,7 +981,7 @@ export function replica(
     model: value.model,
     replica: value.replica,
     region: value.region,
-    state: name<ReplicaState>(ReplicaStateMessage, value.state),
+    state: word<ReplicaState>(ReplicaStateMessage, value.state),
     reason: value.reason,
     drained: value.drained,
     requestCount: count(value.requestCount),
@@ -1071,7 +1071,7 @@ export function configurationChange(
   value: ConfigurationChangeMessage = create(ConfigurationChangeSchema),
 ): ConfigurationChange {
   return {
-    action: name<ChangeAction>(ConfigurationChange_ActionMessage, value.action),
+    action: word<ChangeAction>(ConfigurationChange_ActionMessage, value.action),
     kind: value.kind,
     path: value.path,
     quota: value.quota && toJson(QuotaConfigurationSchema, value.quota),
@@ -1105,7 +1105,7 @@ export function monthReportLine(
 ): MonthReportLine {
   return jsonable({
     model: value.model,
-    tokenKind: name<TokenKind>(TokenKindMessage, value.tokenKind),
+    tokenKind: word<TokenKind>(TokenKindMessage, value.tokenKind),
     priceVersion: count(value.priceVersion),
     requestCount: count(value.requestCount),
     tokenCount: count(value.tokenCount),
@@ -1145,7 +1145,7 @@ export function monthCharge(
   value: MonthChargeMessage = create(MonthChargeSchema),
 ): MonthCharge {
   return {
-    kind: name<ChargeKind>(ChargeKindMessage, value.kind),
+    kind: word<ChargeKind>(ChargeKindMessage, value.kind),
     description: value.description,
     amount: money(value.amount),
     roundedAmount: money(value.roundedAmount),
@@ -1189,7 +1189,7 @@ export function monthReport(
     totalRounded: money(value.totalRounded),
     unratedEventCount: count(value.unratedEventCount),
     reconciliation: reconciliation(value.reconciliation),
-    state: name<MonthState>(MonthStateMessage, value.state),
+    state: word<MonthState>(MonthStateMessage, value.state),
     invoiceNumber: value.invoiceNumber,
     closeTime: date(value.closeTime),
     closedBy: value.closedBy,
@@ -1213,7 +1213,7 @@ export function month(
     organizationName: value.organizationName,
     organizationId: value.organizationId,
     month: value.month,
-    state: name<MonthState>(MonthStateMessage, value.state),
+    state: word<MonthState>(MonthStateMessage, value.state),
     closingTime: date(value.closingTime),
     closingBy: value.closingBy,
     closeTime: date(value.closeTime),
@@ -1269,7 +1269,7 @@ export function adjustment(
     amount: money(value.amount),
     reason: value.reason,
     invoiceNumber: value.invoiceNumber,
-    state: name<AdjustmentState>(AdjustmentStateMessage, value.state),
+    state: word<AdjustmentState>(AdjustmentStateMessage, value.state),
     author: value.author,
     createTime: date(value.createTime),
     decidedBy: value.decidedBy,

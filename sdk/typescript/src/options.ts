@@ -173,6 +173,8 @@ export interface EmbedOptions {
   readonly requestId?: string;
   /** Milliseconds for the whole request, retries included. Default 30,000. */
   readonly timeoutMs?: number;
+  /** Further attempts; default: the client's setting. */
+  readonly maxRetries?: number;
   /** Cancels the call. */
   readonly signal?: AbortSignal;
 }

@@ -13,7 +13,7 @@ from weir_cli.commands import ExitCode
 from weir_cli.connection import OnlyOrganizationOption, Output, admin_client, billing_client, calls
 from weir_cli.render import JsonOption, Table, note, print_found, print_json, table
 from weir_cli.tenants import show_secret
-from weir_cli.texts import Cell, dimension_amount, money_text, thresholds_text
+from weir_cli.texts import Cell, dimension_amount, minute_text, money_text, thresholds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,7 +32,8 @@ OrganizationOption = Annotated[str, typer.Option("--org", help="Organization, by
 
 
 ALERT_COLUMNS = (
-    *("found", "of", "limit on", "model", "alert", "used", "limit", "window", "webhook", "id"),
+    *("found (UTC)", "of", "limit on", "model", "alert"),
+    *("used", "limit", "window", "webhook", "id"),
 )
 WEBHOOKS: Table[AlertWebhook] = Table(
     {
@@ -164,8 +165,11 @@ def remove_webhook(
 
 def alerts_table(found: list[Alert]) -> RenderableType:
     """Build a table of alerts, with the usage when each was raised."""
-    rows = ((each.fire_time, *about(each), delivery_text(each), each.alert_id) for each in found)
-    drop = "id", "model", "window", "webhook", "found"
+    rows = (
+        (minute_text(each.fire_time), *about(each), delivery_text(each), each.alert_id)
+        for each in found
+    )
+    drop = "id", "model", "window", "webhook", "found (UTC)"
     return table(*ALERT_COLUMNS, right=("used", "limit"), rows=rows, drop=drop)
 
 
@@ -185,8 +189,8 @@ def about(alert: Alert) -> tuple[Cell, ...]:
         alert.dimension.value,
         alert.model or "all",
         thresholds_text(alert.dimension, (alert.threshold,)),
-        dimension_amount(alert.dimension, alert.used_value),
-        dimension_amount(alert.dimension, alert.limit_value),
+        dimension_amount(alert.dimension, alert.used_value, alert.currency_code),
+        dimension_amount(alert.dimension, alert.limit_value, alert.currency_code),
         window_text(alert),
     )
 

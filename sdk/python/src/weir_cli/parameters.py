@@ -48,6 +48,13 @@ PLACEHOLDERS: Mapping[str, str] = {
     "quota_id": "ID",
     "request_id": "ID",
     "file": "FILE",
+    "by": "LIST",
+    "alert_at": "LIST",
+    "alert_remaining": "LIST",
+    "emails": "EMAIL",
+    "scopes": "SCOPE",
+    "allowed_networks": "NETWORK",
+    "batch_multiplier_milli": "NUMBER",
 }
 # Of other parameters, by the type; the first that is part of it.
 TYPES: Mapping[type, str] = {datetime: "TIME", Path: "FILE", int: "N", float: "NUMBER", str: "TEXT"}

@@ -19,6 +19,7 @@ from weir_cli.texts import (
     amount_text,
     applied_rate,
     commitment_text,
+    minute_text,
     parse_picos,
     parsed,
     price_source,
@@ -50,6 +51,7 @@ OrganizationArgument = Annotated[str, typer.Argument(help="Organization, by name
 TIME_FORMATS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]
 KINDS = tuple(each.key.replace("_", " ") for each in TERMS["price"] if each.kind == "price")
 TITLE = "prices per million tokens"
+HEADS = {kind: kind.removesuffix(" input") for kind in KINDS}  # of columns
 TIMEOUT_S = 300.0  # a month of millions of events is rated in one statement
 CSV_COLUMNS: Mapping[str, Callable[[SimulatedCustomer], object]] = {
     "organization_name": lambda each: each.organization_name,
@@ -118,17 +120,18 @@ PRICES: Table[AppliedPrice] = Table(
     {
         "model": "model",
         "tier": "tier",
-        **{kind: partial(applied_rate, kind) for kind in KINDS},
+        **{HEADS[kind]: partial(applied_rate, kind) for kind in KINDS},
         "currency": lambda each: each.version.currency_code,
         "from": price_source,
-        "since": lambda each: each.version.effective_time,
+        "since (UTC)": lambda each: minute_text(each.version.effective_time),
         "version": lambda each: str(each.version.version),
     },
-    right=(*KINDS, "version"),
+    right=(*HEADS.values(), "version"),
     empty="no price is in force: set one with `weir price set`",
     optional={"reasoning": lambda each: prices_reasoning(each.version)},
     title=TITLE,
-    drop=("version", "since", "from"),
+    drop=("version", "since (UTC)", "from"),
+    unit="currency",
 )
 VERSIONS: Table[PriceVersion] = Table(
     {
@@ -137,14 +140,15 @@ VERSIONS: Table[PriceVersion] = Table(
         "of": lambda each: each.organization_name or "list",
         "tier": "tier",
         "times": lambda each: "ends" if each.withdrawn else f"{each.multiplier_milli / 1000:g}",
-        **{kind: partial(version_rate, kind) for kind in KINDS},
+        **{HEADS[kind]: partial(version_rate, kind) for kind in KINDS},
         "currency": "currency_code",
-        "since": "effective_time",
+        "since (UTC)": lambda each: minute_text(each.effective_time),
     },
-    right=("version", *KINDS),
+    right=("version", *HEADS.values()),
     optional={"reasoning": prices_reasoning},
     title=TITLE,
-    drop=("times", "currency", "embedding", "tier", "cached input"),
+    drop=("times", "tier", "cached", "of", "embedding"),
+    unit="currency",
 )
 SIMULATED: Table[SimulatedCustomer] = Table(
     {

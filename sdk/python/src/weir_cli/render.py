@@ -193,7 +193,8 @@ class Table(Generic[T]):
 
     A column maps to an attribute, or to the function for its cells. A column in `optional` is drawn
     only if its function is true for one of the rows. `right` names the columns of numbers, `drop`
-    those that a narrow terminal does without, the first to go first.
+    those that a narrow terminal does without, the first to go first. `unit` is a column that goes
+    into the title if all rows have one value.
     """
 
     columns: Mapping[str, str | Callable[[T], Cell]]
@@ -202,6 +203,7 @@ class Table(Generic[T]):
     optional: Mapping[str, Callable[[T], object]] = field(default_factory=dict)
     title: str | None = None
     drop: Sequence[str] = ()
+    unit: str = ""
 
     def without(self, *names: str, empty: str = "") -> Table[T]:
         """Return the table without these columns, and with its own remark for no rows."""
@@ -220,8 +222,14 @@ class Table(Generic[T]):
             for name, cell in self.columns.items()
             if name not in self.optional or any(map(self.optional[name], found))
         }
+        title = self.title
+        if self.unit in columns:
+            units = {cell_of(each, columns[self.unit]) for each in found}
+            if len(units) == 1:
+                del columns[self.unit]
+                title = f"{title} · {units.pop()}"
         rows = ([cell_of(each, cell) for cell in columns.values()] for each in found)
-        return table(*columns, right=self.right, title=self.title, rows=rows, drop=self.drop)
+        return table(*columns, right=self.right, title=title, rows=rows, drop=self.drop)
 
 
 def cell_of(row: T, cell: str | Callable[[T], Cell]) -> Cell:

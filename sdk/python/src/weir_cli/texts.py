@@ -89,6 +89,14 @@ def time_text(time: datetime | None, absent: str = "—") -> str:
     return f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S}Z" if time else absent
 
 
+def minute_text(time: datetime | None) -> str:
+    """Format a time for a column in UTC: midnight as the day, others to the minute."""
+    if time is None:
+        return "—"
+    utc = time.astimezone(UTC)
+    return f"{utc:%Y-%m-%d %H:%M}".removesuffix(" 00:00")
+
+
 def per_million(picos_per_token: int) -> Decimal:
     """Convert a price per token in picos to the exact price per million, in currency units."""
     return Money("", picos_per_token * TOKENS_PER_PRICE).amount
@@ -111,11 +119,12 @@ def price_text(kind: str, model: Model) -> str | None:
     return f"{decimal_text(per_million(picos_per_token))} {price.currency_code}"
 
 
-def dimension_amount(dimension: QuotaDimension | None, value: int) -> str:
-    """Format a value of a limit in the unit of its dimension, money in units of the currency."""
-    if dimension in MONEY:
-        return decimal_text(Money("", value).amount)
-    return f"{value:,}"
+def dimension_amount(dimension: QuotaDimension | None, value: int, currency: str = "") -> str:
+    """Format a value of a limit in the unit of its dimension, money with its currency if given."""
+    if dimension not in MONEY:
+        return f"{value:,}"
+    money = Money(currency, value)
+    return money_text(money) if currency else decimal_text(money.amount)
 
 
 def parsed(flag: str, parse: Callable[..., T], *values: Any) -> T:

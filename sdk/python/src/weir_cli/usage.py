@@ -12,7 +12,7 @@ from weir_client import UsageGrouping
 
 from weir_cli.connection import Output, calls, inference_client
 from weir_cli.months import KEY_COLUMNS, kinds_of, parse_groups, present_day
-from weir_cli.render import Table, make_console
+from weir_cli.render import Table
 from weir_cli.texts import Cell, checked_month, decimal_text, money_places
 
 if TYPE_CHECKING:
@@ -103,8 +103,6 @@ def usage_table(
     found: UsageReport, groups: list[UsageGrouping], *, all_keys: bool
 ) -> RenderableType:
     """Build the table of rows and total, without columns that have only zeros."""
-    from weir_cli.tables import whole_width
-
     shown = [*found.rows, found.total]
     decimals = money_places(row.cost for row in shown)
     numbers: dict[str, Callable[[UsageRow], Cell]] = {
@@ -119,20 +117,11 @@ def usage_table(
         return f"{of}, {days}: no usage"
     title = " · ".join((of, days, f"cost in {found.total.cost.currency_code}"))
     keys: dict[str, Callable[[UsageRow], Cell]] = dict(KEY_COLUMNS[each] for each in groups)
-    console = make_console()
-    dropped: list[str] = []
-    for name in ("", *DROP):  # until the rest fits the terminal
-        if numbers.pop(name, None):
-            dropped.append(name)
-        drawn = Table(keys | numbers, right=numbers, title=title).drawn(found.rows)
-        drawn.add_section()
-        blanks = [""] * (len(keys) - 1)
-        totals = [number(found.total) for number in numbers.values()]
-        drawn.add_row("total", *blanks, *totals, style="bold")
-        if whole_width(console, drawn) <= console.width:
-            break
-    if dropped:
-        drawn.caption = f" not shown: {', '.join(dropped)} (a wider terminal and --json show all)"
+    drawn = Table(keys | numbers, right=numbers, title=title, drop=DROP).drawn(found.rows)
+    drawn.add_section()
+    blanks = [""] * (len(keys) - 1)
+    totals = [number(found.total) for number in numbers.values()]
+    drawn.add_row("total", *blanks, *totals, style="bold")
     return drawn
 
 

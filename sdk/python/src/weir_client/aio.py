@@ -354,6 +354,7 @@ class AsyncClient(LazyClient):
         text: str | None = None,
         tools: Sequence[Tool | Mapping[str, object]] | None = None,
         timeout: float | None = None,
+        max_retries: int | None = None,
     ) -> TokenCount:
         """Count the tokens of a prompt and its tools as admission does. Nothing is run or billed.
 
@@ -363,6 +364,7 @@ class AsyncClient(LazyClient):
             text: Instead of `prompt`: a text that the model gets without a chat template.
             tools: Functions that the model may call: `Tool` or dicts in OpenAI's shape.
             timeout: Seconds for the call, retries included. Default: the client's.
+            max_retries: Further attempts. Default: the client's.
 
         Raises:
             NotFound: The model is unknown.
@@ -376,7 +378,9 @@ class AsyncClient(LazyClient):
         is_set = None if prompt is None else conversation(prompt)
         fields = {"model": model, "conversation": is_set, "text": text, "tools": tools_shown(tools)}
         request = written(pb.CountTokensRequest, fields)
-        response = await self._opened().call(self._stub.CountTokens, request, timeout=timeout)
+        response = await self._opened().call(
+            self._stub.CountTokens, request, timeout=timeout, max_retries=max_retries
+        )
         return TokenCount(response.input_token_count, response.context_window_tokens)
 
     async def quote(
@@ -462,54 +466,69 @@ class AsyncClient(LazyClient):
         )
         return embed_result(request, response)
 
-    async def list_models(self, *, timeout: float | None = None) -> list[Model]:
+    async def list_models(
+        self, *, timeout: float | None = None, max_retries: int | None = None
+    ) -> list[Model]:
         """Return the models that the key may use, sorted by name.
 
         Args:
             timeout: Seconds for the call, retries included. Default: the client's.
+            max_retries: Further attempts. Default: the client's.
         """
         response = await self._opened().call(
-            self._stub.ListModels, pb.ListModelsRequest(), timeout=timeout
+            self._stub.ListModels, pb.ListModelsRequest(), timeout=timeout, max_retries=max_retries
         )
         return [wire.read(Model, each) for each in response.models]
 
     async def get_quota(
-        self, model: str = "", *, timeout: float | None = None
+        self, model: str = "", *, timeout: float | None = None, max_retries: int | None = None
     ) -> list[QuotaStatus]:
         """Return every limit that applies to the key; an empty list means unlimited.
 
         Args:
             model: Only the limits that apply to this model.
             timeout: Seconds for the call, retries included. Default: the client's.
+            max_retries: Further attempts. Default: the client's.
         """
         response = await self._opened().call(
-            self._stub.GetQuota, pb.GetQuotaRequest(model=model), timeout=timeout
+            self._stub.GetQuota,
+            pb.GetQuotaRequest(model=model),
+            timeout=timeout,
+            max_retries=max_retries,
         )
         return [wire.read(QuotaStatus, each) for each in response.quotas]
 
-    async def get_restrictions(self, *, timeout: float | None = None) -> KeyRestrictions:
+    async def get_restrictions(
+        self, *, timeout: float | None = None, max_retries: int | None = None
+    ) -> KeyRestrictions:
         """Return the key's scopes, models, tokens per request and expiry.
 
         Args:
             timeout: Seconds for the call, retries included. Default: the client's.
+            max_retries: Further attempts. Default: the client's.
         """
         response = await self._opened().call(
-            self._stub.GetQuota, pb.GetQuotaRequest(), timeout=timeout
+            self._stub.GetQuota, pb.GetQuotaRequest(), timeout=timeout, max_retries=max_retries
         )
         return wire.read(KeyRestrictions, response.restrictions)
 
-    async def get_generation(self, request_id: str, *, timeout: float | None = None) -> Generation:
+    async def get_generation(
+        self, request_id: str, *, timeout: float | None = None, max_retries: int | None = None
+    ) -> Generation:
         """Return the record of a request of the key's project.
 
         Args:
             request_id: Id of the request.
             timeout: Seconds for the call, retries included. Default: the client's.
+            max_retries: Further attempts. Default: the client's.
 
         Raises:
             NotFound: There is no such request in the project.
         """
         request = pb.GetGenerationRequest(request_id=request_id)
-        response = await self._opened().call(self._stub.GetGeneration, request, timeout=timeout)
+        response = await self._opened().call(
+            self._stub.GetGeneration, request, timeout=timeout, max_retries=max_retries
+        )
         return wire.read(Generation, response.generation)
 
     async def usage(
@@ -522,6 +541,7 @@ class AsyncClient(LazyClient):
         model: str = "",
         project: bool = False,
         timeout: float | None = None,
+        max_retries: int | None = None,
     ) -> UsageReport:
         """Return usage and cost of this key, or of its project, by day (UTC) and model.
 
@@ -537,6 +557,7 @@ class AsyncClient(LazyClient):
             project: The sum of all keys of the project, which a key that is limited to some models
                 may not see.
             timeout: Seconds for the call, retries included. Default: the client's.
+            max_retries: Further attempts. Default: the client's.
 
         Raises:
             InvalidRequest: A month, day or grouping is invalid, or there are more than 92 days.
@@ -559,7 +580,9 @@ class AsyncClient(LazyClient):
             "model": model,
         }
         request = written(usage_pb.GetOwnUsageRequest, fields, {"group_by": "by"})
-        response = await self._opened().call(self._stub.GetOwnUsage, request, timeout=timeout)
+        response = await self._opened().call(
+            self._stub.GetOwnUsage, request, timeout=timeout, max_retries=max_retries
+        )
         return wire.read(UsageReport, response)
 
     def _open(self, connection: Connection) -> None:

@@ -411,6 +411,7 @@ class Client(BlockingClient[AsyncClient]):
         text: str | None = None,
         tools: Sequence[Tool | Mapping[str, object]] | None = None,
         timeout: float | None = None,
+        max_retries: int | None = None,
     ) -> TokenCount:
         """Count the tokens of a prompt and its tools as admission does. Nothing is run or billed.
 
@@ -420,6 +421,7 @@ class Client(BlockingClient[AsyncClient]):
             text: Instead of `prompt`: a text that the model gets without a chat template.
             tools: Functions that the model may call: `Tool` or dicts in OpenAI's shape.
             timeout: Seconds for the call, retries included. Default: the client's.
+            max_retries: Further attempts. Default: the client's.
 
         Raises:
             NotFound: The model is unknown.
@@ -427,7 +429,7 @@ class Client(BlockingClient[AsyncClient]):
         """
         return self._thread.run(
             lambda: self._client.count_tokens(
-                model, prompt, text=text, tools=tools, timeout=timeout
+                model, prompt, text=text, tools=tools, timeout=timeout, max_retries=max_retries
             )
         )
 
@@ -493,42 +495,64 @@ class Client(BlockingClient[AsyncClient]):
         """
         return self._thread.run(lambda: self._client.embed(model, inputs, **options))
 
-    def list_models(self, *, timeout: float | None = None) -> list[Model]:
+    def list_models(
+        self, *, timeout: float | None = None, max_retries: int | None = None
+    ) -> list[Model]:
         """Return the models that the key may use, sorted by name.
 
         Args:
             timeout: Seconds for the call, retries included. Default: the client's.
+            max_retries: Further attempts. Default: the client's.
         """
-        return self._thread.run(lambda: self._client.list_models(timeout=timeout))
+        return self._thread.run(
+            lambda: self._client.list_models(timeout=timeout, max_retries=max_retries)
+        )
 
-    def get_quota(self, model: str = "", *, timeout: float | None = None) -> list[QuotaStatus]:
+    def get_quota(
+        self, model: str = "", *, timeout: float | None = None, max_retries: int | None = None
+    ) -> list[QuotaStatus]:
         """Return every limit that applies to the key; an empty list means unlimited.
 
         Args:
             model: Only the limits that apply to this model.
             timeout: Seconds for the call, retries included. Default: the client's.
+            max_retries: Further attempts. Default: the client's.
         """
-        return self._thread.run(lambda: self._client.get_quota(model, timeout=timeout))
+        return self._thread.run(
+            lambda: self._client.get_quota(model, timeout=timeout, max_retries=max_retries)
+        )
 
-    def get_restrictions(self, *, timeout: float | None = None) -> KeyRestrictions:
+    def get_restrictions(
+        self, *, timeout: float | None = None, max_retries: int | None = None
+    ) -> KeyRestrictions:
         """Return the key's scopes, models, tokens per request and expiry.
 
         Args:
             timeout: Seconds for the call, retries included. Default: the client's.
+            max_retries: Further attempts. Default: the client's.
         """
-        return self._thread.run(lambda: self._client.get_restrictions(timeout=timeout))
+        return self._thread.run(
+            lambda: self._client.get_restrictions(timeout=timeout, max_retries=max_retries)
+        )
 
-    def get_generation(self, request_id: str, *, timeout: float | None = None) -> Generation:
+    def get_generation(
+        self, request_id: str, *, timeout: float | None = None, max_retries: int | None = None
+    ) -> Generation:
         """Return the record of a request of the key's project.
 
         Args:
             request_id: Id of the request.
             timeout: Seconds for the call, retries included. Default: the client's.
+            max_retries: Further attempts. Default: the client's.
 
         Raises:
             NotFound: There is no such request in the project.
         """
-        return self._thread.run(lambda: self._client.get_generation(request_id, timeout=timeout))
+        return self._thread.run(
+            lambda: self._client.get_generation(
+                request_id, timeout=timeout, max_retries=max_retries
+            )
+        )
 
     def usage(
         self,
@@ -540,6 +564,7 @@ class Client(BlockingClient[AsyncClient]):
         model: str = "",
         project: bool = False,
         timeout: float | None = None,
+        max_retries: int | None = None,
     ) -> UsageReport:
         """Return usage and cost of this key, or of its project, by day (UTC) and model.
 
@@ -555,6 +580,7 @@ class Client(BlockingClient[AsyncClient]):
             project: The sum of all keys of the project, which a key that is limited to some models
                 may not see.
             timeout: Seconds for the call, retries included. Default: the client's.
+            max_retries: Further attempts. Default: the client's.
 
         Raises:
             InvalidRequest: A month, day or grouping is invalid, or there are more than 92 days.
@@ -575,5 +601,6 @@ class Client(BlockingClient[AsyncClient]):
                 model=model,
                 project=project,
                 timeout=timeout,
+                max_retries=max_retries,
             )
         )
