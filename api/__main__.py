@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
+import sys
 from collections.abc import Mapping
 
 import uvloop
 
+from api.core.endpoint import HELD
 from inference.workers.process import SpareWorkers
 
 
@@ -27,6 +30,18 @@ def starts_torch(environment: Mapping[str, str]) -> bool:
     )
 
 
+def released(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Wait for the settings that `weir up` sends when the database is prepared, if it holds us."""
+    if HELD not in environment:
+        return environment
+    sent = sys.stdin.read()
+    if not sent:
+        sys.exit("weir up ended before the database was prepared")
+    os.environ.pop(HELD, None)  # children are not held
+    os.environ.update(json.loads(sent))
+    return os.environ
+
+
 def main(environment: Mapping[str, str] = os.environ) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         spares = SpareWorkers()
@@ -37,7 +52,7 @@ def main(environment: Mapping[str, str] = os.environ) -> None:
             from api.serving import run
 
             gc.enable()
-            run(runner, spares, environment)
+            run(runner, spares, released(environment))
         finally:
             runner.run(spares.close())
 

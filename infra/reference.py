@@ -29,6 +29,7 @@ from google.protobuf.descriptor_pb2 import (
 )
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from weir_cli.__main__ import COMMANDS, load
+from weir_cli.checkout import version
 from weir_cli.commands import PERSONAS
 from weir_client.status import error_from_status
 
@@ -54,7 +55,6 @@ from api.openai.error_responses import ErrorResponse, error_response
 from common.settings import settings_of
 from infra.error_examples import examples, http_examples
 from infra.generate_proto import contract
-from infra.release import version
 from metering.ledger.ledger import AccountKind, TransactionKind
 from metering.quotas.quota_rules import DIMENSIONS, Kind
 

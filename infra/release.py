@@ -26,6 +26,7 @@ import tempfile
 from pathlib import Path
 
 from packaging.tags import platform_tags
+from weir_cli.checkout import git, output, version
 
 from inference.native.loader import PREBUILT, library_file
 
@@ -33,7 +34,6 @@ ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 SDK = Path("sdk") / "typescript"
 UNRELEASED = "0.0.0"  # the version in the repository's files
-FIRST_RELEASE = "0.1.0"
 # Pattern of the version in each file of the repository that has one.
 VERSIONED = {
     "pyproject.toml": r'(?:^version = "|"weir-client==)()"',
@@ -42,30 +42,6 @@ VERSIONED = {
     "sdk/typescript/package-lock.json": r'^(?:  |      )"version": "()"',
     "sdk/typescript/src/connection.ts": r"weir-client-node/()\"",
 }
-DESCRIBED = re.compile(r"v(\d+)\.(\d+)\.(\d+)-(\d+)-g[0-9a-f]+")
-
-
-def version_of(described: str, commit_count: int) -> str:
-    """Return the version of a commit.
-
-    `described` is the output of `git describe --long`, empty before the first tag.
-    """
-    if not described:
-        return f"{FIRST_RELEASE}.dev{commit_count}"
-    found = DESCRIBED.fullmatch(described)
-    if found is None:
-        raise SystemExit(f"a tag of a release is named like v0.2.0, got {described}")
-    major, minor, patch, since = map(int, found.groups())
-    if since == 0:
-        return f"{major}.{minor}.{patch}"
-    return f"{major}.{minor}.{patch + 1}.dev{since}"
-
-
-def version(root: Path) -> str:
-    """Return the version of the commit that is checked out."""
-    tag = ("describe", "--tags", "--long", "--match", "v[0-9]*")
-    described = subprocess.run(git(root, *tag), capture_output=True, text=True)
-    return version_of(described.stdout.strip(), int(output(root, "rev-list", "--count", "HEAD")))
 
 
 def npm_version(python_version: str) -> str:
@@ -159,18 +135,6 @@ def pack(source: Path, archive: Path, seconds: int) -> None:
         tarfile.open(fileobj=compressed, mode="w") as files,
     ):
         files.add(source, source.name, filter=neutral)
-
-
-def git(root: Path, *arguments: str) -> list[str]:
-    """Return a command line of git on the repository `root`."""
-    return ["git", "-C", str(root), *arguments]
-
-
-def output(root: Path, *arguments: str) -> str:
-    """Run git and return its output."""
-    return subprocess.run(
-        git(root, *arguments), check=True, capture_output=True, text=True
-    ).stdout.strip()
 
 
 def main() -> int:

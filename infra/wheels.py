@@ -31,7 +31,7 @@ PLATFORMS = {
     "macOS Arm": ["macosx_14_0_arm64"],
     "macOS Intel": ["macosx_14_0_x86_64"],
 }
-MISSING = re.compile(r"No matching distribution found for ([\w.-]+)==")
+MISSING = re.compile(r"(?:No matching distribution found for|Cannot install) ([\w.-]+)==")
 TIMEOUT_S = 600.0
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from celery import Celery, bootsteps  # type: ignore[import-untyped]
 from celery.beat import Scheduler, Service  # type: ignore[import-untyped]
 from celery.exceptions import SecurityWarning  # type: ignore[import-untyped]
-from celery.signals import worker_init, worker_ready  # type: ignore[import-untyped]
+from celery.signals import worker_init, worker_ready, worker_shutting_down  # type: ignore[import-untyped]
 from click import Option
 
 from common.incidents import Retries
@@ -204,6 +204,15 @@ def report_readiness(**_: Any) -> None:
     """Write the pid file by which `weir up` detects that this worker accepts tasks."""
     if path := os.environ.get(READY_FILE):
         Path(path).write_text(str(os.getpid()))
+
+
+@worker_shutting_down.connect  # type: ignore[untyped-decorator]
+def end_soon(**_: Any) -> None:
+    """Send a last rating: the worker waits up to two seconds for a message before it ends.
+
+    In a thread, because the signal may have interrupted the main one while it held a lock.
+    """
+    threading.Thread(target=request_rating, name="last rating", daemon=True).start()
 
 
 app = Celery("weir", include=["metering.tasks"])

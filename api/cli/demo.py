@@ -174,6 +174,11 @@ def run(agents: int) -> None:
 async def run_demo(settings: Settings, agent_count: int) -> bool:
     """Run the demo. Return whether delivered tokens, usage events and ledger agree."""
     began_at = time.monotonic()
+    model_directory = settings.models.directories[DEMO_MODEL_NAME]
+    # Their texts are drawn and tokenized while the database starts.
+    prompts = asyncio.get_running_loop().run_in_executor(
+        None, reference_prompts, model_directory, agent_count + 1, ANSWER_SEED
+    )
     with console.status("Starting") as status:
         async with run_stack(settings, status.update) as stack:
             status.stop()
@@ -186,9 +191,7 @@ async def run_demo(settings: Settings, agent_count: int) -> bool:
                 f" {read_endpoint(settings.home).openai_url}."
             )
             try:
-                balanced = await run_chapters(
-                    stack, settings.models.directories[DEMO_MODEL_NAME], agent_count
-                )
+                balanced = await run_chapters(stack, await prompts)
             except* WeirError as errors:
                 fail(f"the demo failed: {errors.exceptions[0]}")
             status.update("Stopping")
@@ -197,14 +200,11 @@ async def run_demo(settings: Settings, agent_count: int) -> bool:
     return balanced
 
 
-async def run_chapters(stack: Stack, model_directory: Path, agent_count: int) -> bool:
+async def run_chapters(stack: Stack, prompts: Sequence[Conversation]) -> bool:
     """Run the demo's chapters on a running stack. Return whether its token counts agree."""
     address, admin_key = stack.connection.address, stack.connection.admin_key
     async with AsyncAdminClient(address=address, api_key=admin_key) as admin:
         api_key, month = await create_tenant(admin), f"{datetime.now(UTC):%Y-%m}"
-    prompts = await asyncio.to_thread(
-        reference_prompts, model_directory, agent_count + 1, ANSWER_SEED
-    )
     async with AsyncClient(address=address, api_key=api_key) as client:
         before = await client.get_quota()
         shown = await show_answer(client, prompts[0])

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import (
@@ -40,6 +42,7 @@ from weir_cli.texts import counted
 
 from api.cli.guard import AlreadyRunning, Role, lock_home, stop_signals
 from api.core.endpoint import (
+    HELD,
     NOT_STARTED,
     ConnectionFile,
     forget_endpoint,
@@ -350,6 +353,7 @@ class Child:
     ready_pid: Callable[[], int | None] = lambda: None
     secrets: Collection[str] = ()
     process: asyncio.subprocess.Process | Adopted | None = None
+    _held_by: int | None = None  # pipe to a process that waits for its last settings
 
     def left(self, home: str) -> int | None:
         """Find the process of this name that another supervisor left in a home directory."""
@@ -364,18 +368,35 @@ class Child:
                 return True
         return False
 
-    async def start(self, environment: Mapping[str, str]) -> None:
+    async def start(self, environment: Mapping[str, str], stdin: int = subprocess.DEVNULL) -> None:
         """Start the process in its own session, so that Ctrl-C reaches only the parent."""
         with open_log(self.log_path) as log:
             self.process = await asyncio.create_subprocess_exec(
                 *self.command,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=log,
                 stderr=log,
                 env={name: value for name, value in environment.items() if name not in self.secrets}
                 | {STACK_PART: f"{environment.get(STACK_HOME, '')} {self.name}"},
                 start_new_session=True,
             )
+
+    async def start_held(self, environment: Mapping[str, str]) -> None:
+        """Start an api process that imports its modules, and waits until it is released."""
+        stdin, self._held_by = os.pipe()
+        try:
+            await self.start({**environment, HELD: "1"}, stdin)
+        finally:
+            os.close(stdin)
+
+    def release(self, settings: Mapping[str, str]) -> bool:
+        """Let a held process continue with these variables. Return whether it was held."""
+        if self._held_by is None:
+            return False
+        pipe, self._held_by = self._held_by, None
+        with contextlib.suppress(BrokenPipeError), open(pipe, "w") as file:  # it may be dead
+            json.dump(dict(settings), file)
+        return True
 
     async def stop(self) -> None:
         """Terminate the process, and kill it if it still runs after a timeout."""
@@ -514,8 +535,13 @@ async def run_stack(
         if role is None:
             cleanup.callback(os.close, lock_home(home))
         adopts = role is not None and role.adopts and api.left(str(home)) is not None
+        own = {READY_FILE: str(home / WORKER_READY), STACK_HOME: str(home)}
         if not adopts:
             await end_orphans(home, report)
+            forget_endpoint(home)
+            # Its imports take as long as the preparation of the database.
+            await api.start_held(child_environment(settings) | own)
+            cleanup.push_async_callback(api.stop)  # if the database does not start
         server = None
         if not settings.database.url:
             report("Starting PostgreSQL")
@@ -525,10 +551,7 @@ async def run_stack(
         report("Preparing the database")
         ensure_receipt_key(settings)
         connection = await prepare_database(settings, server)
-        environment = child_environment(settings) | {
-            READY_FILE: str(home / WORKER_READY),
-            STACK_HOME: str(home),
-        }
+        environment = child_environment(settings) | own
         worker = Child(
             "billing worker",
             worker_command(),
@@ -537,13 +560,13 @@ async def run_stack(
             WEBHOOK_SECRETS,
         )
         children = [api, worker, *optional_children(environment, home)]
-        if not adopts:
-            forget_endpoint(home)
+        cleanup.push_async_callback(stop_all, children)
         for child in children:
-            if not (adopts and child.adopt(str(home))):
-                report(f"Starting the {child.name}")
+            if adopts and child.adopt(str(home)):
+                continue
+            report(f"Starting the {child.name}")
+            if not child.release(settings.to_environment()):
                 await child.start(environment)
-            cleanup.push_async_callback(child.stop)
         report("Loading the model")
         stack = Stack(connection, children, environment, server)
         endpoint = await supervised_start(stack, home, api, report)
@@ -552,6 +575,13 @@ async def run_stack(
         )
         stack.connection.write(home)
         yield stack
+
+
+async def stop_all(children: Sequence[Child]) -> None:
+    """Stop all children at once: none waits for another one."""
+    async with asyncio.TaskGroup() as tasks:
+        for child in children:
+            tasks.create_task(child.stop(), name=f"stop the {child.name}")
 
 
 async def prepare_database(settings: Settings, server: EmbeddedPostgres | None) -> Connection:

@@ -17,6 +17,9 @@ ENDPOINT_FILE = "serve.json"
 # Addresses for a local client of a process that listens on all addresses.
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "[::]": "[::1]"}
 
+# Variable of a process that imports its modules, then waits for its settings on standard input.
+HELD = "WEIR_HELD"
+
 # Exit status of a process that its configuration prevents from starting: EX_CONFIG of sysexits.h
 NOT_STARTED = 78
 

@@ -20,6 +20,7 @@ import pwd
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -52,6 +53,8 @@ INITDB_OPTIONS = (
     "--no-locale",
     f"--username={SUPERUSER}",
     "--no-instructions",
+    # One call of the kernel instead of one for each of a thousand files.
+    *(("--sync-method=syncfs",) if sys.platform == "linux" else ()),
 )
 SERVER_SETTINGS: Mapping[str, str] = {
     "listen_addresses": "",

@@ -7,10 +7,10 @@ import os
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
 import pytest
+from weir_cli.checkout import installed_version
 from weir_cli.connection import (
     ConnectionProblem,
     Role,
@@ -195,7 +195,7 @@ def test_an_http_port_is_distinguished_from_no_server() -> None:
 
 
 def test_the_version_is_shown(bare_weir: Run) -> None:
-    assert bare_weir("--version").stdout == f"weir {metadata.version('weir-client')}\n"
+    assert bare_weir("--version").stdout == f"weir {installed_version()}\n"
 
 
 @pytest.mark.skipif(

@@ -14,7 +14,7 @@ import pytest
 from weir_cli.connection import Connection
 
 from api.cli import stack as stack_module
-from api.cli.stack import Child, Stack, written_pid
+from api.cli.stack import Child, Stack, stop_all, written_pid
 from api.core.endpoint import make_private
 from tests.service import until
 
@@ -114,3 +114,80 @@ def test_the_home_directory_is_private(tmp_path: Path, before: int | None, after
     make_private(home)
 
     assert home.stat().st_mode & 0o777 == after
+
+
+HELD_PROGRAM = (
+    "import os; from api.__main__ import released;"
+    " print(released(os.environ)['WEIR_DATABASE_URL'], os.environ.get('WEIR_HELD'))"
+)
+# Starts a held process and ends as if it was killed.
+KILLED_SUPERVISOR = """
+import asyncio, os, sys
+from pathlib import Path
+from api.cli.stack import Child
+
+async def main():
+    log_path, program = Path(sys.argv[1]), sys.argv[2]
+    await Child("child", [sys.executable, "-c", program], log_path).start_held(os.environ)
+    os._exit(0)
+
+asyncio.run(main())
+"""
+# Ends when another one that runs the same has been told to end, too.
+ENDS_BESIDE = """
+import pathlib, signal, sys, time
+own, other = map(pathlib.Path, sys.argv[1:])
+signal.signal(signal.SIGTERM, lambda *_: own.with_suffix(".told").touch())
+own.touch()
+while not (own.with_suffix(".told").exists() and other.with_suffix(".told").exists()):
+    time.sleep(0.01)
+"""
+
+
+async def test_a_held_process_continues_with_the_settings_of_its_release(tmp_path: Path) -> None:
+    child = Child("child", [sys.executable, "-c", HELD_PROGRAM], tmp_path / "child.log")
+    await child.start_held({**os.environ, "WEIR_DATABASE_URL": ""})
+    assert child.process is not None
+
+    assert child.release({"WEIR_DATABASE_URL": "postgresql://prepared"})
+    assert await child.process.wait() == 0
+    assert child.log_tail() == "postgresql://prepared None"
+    assert not child.release({})
+
+
+async def test_a_held_process_ends_with_its_supervisor(tmp_path: Path) -> None:
+    log_path = tmp_path / "child.log"
+    supervisor = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", KILLED_SUPERVISOR, str(log_path), HELD_PROGRAM)
+    )
+    assert await supervisor.wait() == 0
+
+    await until(lambda: "weir up ended before" in log_path.read_text(), "it to end")
+
+
+async def test_a_held_process_that_was_killed_does_not_disturb_its_release(tmp_path: Path) -> None:
+    child = Child("child", [sys.executable, "-c", HELD_PROGRAM], tmp_path / "child.log")
+    await child.start_held(os.environ)
+    assert child.process is not None
+    os.kill(child.process.pid, signal.SIGKILL)
+    await child.process.wait()
+
+    assert child.release({"WEIR_DATABASE_URL": "postgresql://prepared"})
+
+
+async def test_children_are_stopped_beside_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack_module, "STOP_TIMEOUT_S", 20.0)
+    one, other = tmp_path / "one", tmp_path / "other"
+    children = [
+        Child(path.name, [sys.executable, "-c", ENDS_BESIDE, *paths], path.with_suffix(".log"))
+        for path, paths in ((one, (str(one), str(other))), (other, (str(other), str(one))))
+    ]
+    for child in children:
+        await child.start(os.environ)
+    await until(lambda: one.exists() and other.exists(), "both to run")
+
+    await stop_all(children)
+
+    assert [child.process and child.process.returncode for child in children] == [0, 0]

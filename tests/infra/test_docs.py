@@ -21,6 +21,7 @@ from weir_cli.document_fields import Section
 
 from api.cli.guard import ROLE
 from api.cli.stack import STACK_HOME, STACK_PART
+from api.core.endpoint import HELD
 from api.core.health import SERVICES
 from api.core.settings import Settings
 from api.core.statuses import KINDS, reason_of
@@ -130,7 +131,7 @@ def test_the_reference_has_every_setting() -> None:
 
     assert len(named) == len(set(named))
     # Not for operators: they mark the processes of a worker and of `weir up`.
-    read -= {FAMILY, ROLE, STACK_HOME, STACK_PART}
+    read -= {FAMILY, HELD, ROLE, STACK_HOME, STACK_PART}
     assert {spec.metadata["variable"] for _, spec in settings_of(Settings)} | read == {
         name for name in named if name.startswith("WEIR_")
     }

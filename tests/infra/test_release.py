@@ -6,12 +6,16 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from weir_cli import checkout
+from weir_cli.checkout import version_of
 
-from infra.release import ROOT, UNRELEASED, VERSIONED, npm_version, pack, stamp, version_of
+from infra.release import ROOT, UNRELEASED, VERSIONED, npm_version, pack, stamp
 
 
 @pytest.mark.parametrize(
@@ -31,6 +35,54 @@ def test_a_tag_gives_the_version(described: str, expected: str, of_npm: str) -> 
 def test_a_tag_that_is_no_version_is_refused() -> None:
     with pytest.raises(SystemExit, match=r"named like v0\.2\.0, got v2-0-gabc"):
         version_of("v2-0-gabc", 9)
+
+
+@dataclass
+class Installed:
+    """Metadata of an installed package, as much as its version needs."""
+
+    origin: str
+    version: str = "0.0.0"
+
+    def read_text(self, name: str) -> str:
+        assert name == "direct_url.json"
+        return self.origin
+
+
+def test_a_checkout_has_the_version_of_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True)
+
+    def shown() -> str:
+        return re.sub("[0-9a-f]{7,}", "COMMIT", checkout.installed_version())
+
+    root = tmp_path / "a clone"
+    root.mkdir()
+    origin = {"url": root.as_uri(), "dir_info": {"editable": True}}
+    monkeypatch.setattr(checkout, "distribution", lambda _: Installed(json.dumps(origin)))
+    assert shown() == "0.0.0"  # no repository
+
+    monkeypatch.chdir(root)
+    git("init", "--quiet")
+    (root / "file").touch()
+    git("add", ".")
+    git("commit", "--quiet", "--message", "First")
+    assert shown() == "0.1.0.dev1+gCOMMIT"
+    git("tag", "v0.2.0")
+    assert shown() == "0.2.0+gCOMMIT"
+    git("commit", "--quiet", "--allow-empty", "--message", "Second")
+    (root / "file").write_text("changed")
+    assert shown() == "0.2.1.dev1+gCOMMIT.changed"
+
+
+def test_a_package_that_is_not_a_checkout_has_its_own_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for origin in ("", '{"url": "file:///a/wheel.whl", "archive_info": {}}'):
+        monkeypatch.setattr(checkout, "distribution", lambda _: Installed(origin, "0.2.0"))  # noqa: B023
+        assert checkout.installed_version() == "0.2.0"
 
 
 def test_the_version_is_written_into_every_package(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import weir_client
+from weir_cli.checkout import version
 
-from infra import release
 from infra.architecture import ROOT
 
 # Needs what `make docs` installs.
@@ -128,7 +128,7 @@ def test_the_reference_has_every_public_name_of_the_python_client(site: Path) ->
 def test_a_page_has_version_repository_and_neighbours(site: Path) -> None:
     page = (site / "how-to" / "quotas.html").read_text()
 
-    assert f"Weir {release.version(ROOT)}" in page
+    assert f"Weir {version(ROOT)}" in page
     assert 'href="https://git.example"' in page
     assert 'data-md-component="source"' not in page  # would ask the server of the repository
     assert "Previous: Keys" in page

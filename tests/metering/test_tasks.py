@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import uuid
 from datetime import UTC, datetime
 
 import pytest
+from celery.signals import worker_shutting_down  # type: ignore[import-untyped]
 from sqlalchemy import insert
 
 from metering import tasks
@@ -68,3 +70,15 @@ def test_a_task_does_not_fail_for_a_database_that_is_away(
         task()
 
     assert caplog.text.count("the database is away") == 2
+
+
+def test_a_stopped_worker_gets_a_message_that_wakes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Celery waits up to two seconds for a message before it looks whether it shall end."""
+    sent: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(app, "send_task", lambda name, **_: sent.put(name))
+
+    worker_shutting_down.send(sender="test")
+
+    assert sent.get(timeout=60) == "weir.rate_pending"

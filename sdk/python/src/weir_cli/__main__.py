@@ -180,9 +180,9 @@ app = typer.Typer(
 
 def show_version(requested: bool) -> None:
     if requested:
-        from importlib import metadata
+        from weir_cli.checkout import installed_version
 
-        typer.echo(f"weir {metadata.version('weir-client')}")
+        typer.echo(f"weir {installed_version()}")
         raise typer.Exit
 
 
