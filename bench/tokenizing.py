@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from api.core.settings import bundled_models
-from bench.harness import Bench, Case, Cases, Figure, Values, main
+from bench.harness import ROOT, Bench, Case, Cases, Figure, Values, main
 from inference.text.tokenizer import Tokenizer
 from inference.text.word_cache import WordCache
 
@@ -39,7 +39,7 @@ def time_us(encode: Callable[[str], object], prompts: Sequence[str], seconds: fl
 def prepare(options: argparse.Namespace) -> Iterator[Cases]:
     """Draw the prompts, and yield a case for each length."""
     backend = Tokenizer(options.model).backend
-    pages = "\n".join(path.read_text() for path in sorted(Path("docs").rglob("*.md")))
+    pages = "\n".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
     text = pages.encode("ascii", "ignore").decode()
     chosen = random.Random(0)
 
