@@ -48,6 +48,7 @@ from api.core.endpoint import forget_endpoint
 from api.core.settings import Settings, bundled_models
 from bench.harness import Bench, Case, Cases, Figure, Measure, Unusable, Values, main, note
 from bench.http_peers_load import MODEL, TOKEN
+from bench.peers import free_port
 from bench.site import (
     Server,
     Site,
@@ -100,13 +101,6 @@ class Running:
     serving: Callable[[], list[int]]
     others: Callable[[], list[int]] = list
     body: Mapping[str, Any] = field(default_factory=dict)
-
-
-def free_port() -> int:
-    """Find a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
