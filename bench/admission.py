@@ -1,16 +1,14 @@
 """Admissions and settlements per second with exact quotas, against a transaction per request.
 
-    .venv/bin/python -m bench.admission [--seconds 1.2] [--directory /dev/shm | --database-url URL]
-    [--profile]
+    python -m bench.admission [--seconds 1.2] [--directory /dev/shm | --database-url URL]
 
 One process drives one `HoldStore`, as an api process does. A pair is one admission and its
 settlement. Each tenant has five quotas: concurrent requests, requests and tokens per minute, tokens
 and money per month, on its key, its project and itself. Receipts are signed.
 
 "Plain" locks the same counters, checks them and writes the same rows in a separate transaction for
-each admission and each settlement. "pgbench" is PostgreSQL's load generator with the same
-statements, which reports the time of both together. Either has one connection per concurrent
-request, at most 64, as more would only wait.
+each admission and each settlement. It has one connection per concurrent request, at most 64, as
+more would only wait.
 
 All commit durably, so the disk's flush time counts: `--directory` selects another disk for the
 server, for example one in memory. CPU times are per pair: of this process without the load
@@ -22,14 +20,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import cProfile
 import gc
 import itertools
-import pstats
 import tempfile
 import time
 import uuid
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -38,22 +35,17 @@ from typing import Protocol
 import psycopg
 import uvloop
 
-from bench.admission_peers import (
-    INPUT_TOKENS,
-    OUTPUT_TOKENS,
-    Pair,
-    pgbench_binary,
-    plain_pair,
-    run_pgbench,
-)
-from bench.harness import (
+from bench.admission_plain import INPUT_TOKENS, OUTPUT_TOKENS, Pair, plain_pair
+from bench.harness import Bench, Case, Cases, Figure, Values, main, note
+from bench.site import (
     MODEL,
+    add_database_options,
     children_of,
     cpu_s,
     create_tenants,
     database,
     postgres_pid,
-    quantile_ms,
+    quantile,
 )
 from metering.core.models import Outcome
 from metering.holds.holds import HoldStore
@@ -132,7 +124,6 @@ class Result:
     """Result of one case, with times in seconds.
 
     `cpu_s` is the CPU time of this process, `database_cpu_s` that of the server, to the clock tick.
-    If `settle_s` is empty, `admit_s` has the times of whole pairs.
     """
 
     pair_count: int
@@ -140,26 +131,21 @@ class Result:
     cpu_s: float
     database_cpu_s: float
     admit_s: list[float]
-    settle_s: list[float] = field(default_factory=list)
+    settle_s: list[float]
 
-    @property
-    def pairs_per_s(self) -> float:
-        """Pairs of an admission and its settlement per second."""
-        return self.pair_count / self.wall_s
-
-    def row(self, generator_us: float) -> str:
-        """Format a line of the table. `generator_us`, the generator's CPU per pair, is deducted."""
-        times = (
-            f"{quantile_ms(values, share):>9.2f}"
-            for values in (self.admit_s, self.settle_s)
-            for share in (0.5, 0.99)
-        )
-        cpu_us = self.cpu_s / max(self.pair_count, 1) * 1e6
-        own = f"{max(cpu_us - generator_us, 0):>9.0f}" if self.cpu_s else f"{'':>9}"
-        return (
-            f"{self.pairs_per_s:>9,.0f} {' '.join(times)} {own}"
-            f" {self.database_cpu_s / max(self.pair_count, 1) * 1e6:>9.0f}"
-        )
+    def values(self, generator_us: float) -> Values:
+        """Compute the figures, less the load generator's CPU per pair."""
+        times = {"admit": self.admit_s, "settle": self.settle_s}
+        return {
+            "pairs_per_s": self.pair_count / self.wall_s,
+            "cpu_us": max(self.cpu_s / self.pair_count * 1e6 - generator_us, 0.0),
+            "server_us": self.database_cpu_s / self.pair_count * 1e6,
+            **{
+                f"{name}_{percent}": quantile(values, percent / 100) * 1000
+                for name, values in times.items()
+                for percent in (50, 99)
+            },
+        }
 
 
 def new_admit(payer: Payer) -> Admit:
@@ -215,7 +201,7 @@ async def measure(
     return Result(len(admit_s), wall_s, own_s, cpu_s(database) - database_cpu, admit_s, settle_s)
 
 
-class Cases:
+class Stores:
     """The implementations of a pair under test, on one server. Each method measures one of them."""
 
     def __init__(self, database_url: str, seconds: float) -> None:
@@ -268,57 +254,41 @@ class Cases:
                 plain_pair(idle), tenants, concurrency, self._seconds, self._database()
             )
 
-    def pgbench(self, binary: Path, tenants: list[Payer], concurrency: int) -> Result:
-        """Measure the same pairs, sent by pgbench."""
-        before = cpu_s([self._postgres])
-        ran = run_pgbench(binary, self._url, tenants, concurrency, self._seconds)
-        # Its connections are closed, so their time is included in the server's.
-        return Result(ran.pair_count, ran.wall_s, 0.0, cpu_s([self._postgres]) - before, ran.pair_s)
+
+@contextlib.asynccontextmanager
+async def prepare(options: argparse.Namespace) -> AsyncIterator[Cases]:
+    """Fill a database, and yield the cases: with one hot tenant, and with many."""
+    with database(options.database_url, options.directory) as url:
+        migrate(url)
+        many = create_tenants(url, options.tenants)
+        stores = Stores(url, options.seconds)
+        gc.freeze()  # as in an api process
+        generator = await stores.generator(many)
+        generator_us = generator.cpu_s / generator.pair_count * 1e6
+        note(f"the load generator takes {generator_us:.0f} µs of CPU per pair, left out")
+
+        def case(tenants: list[Payer], title: str, concurrency: int) -> Case:
+            async def plain() -> Values:
+                count = min(concurrency, CONNECTION_COUNT_MAX)
+                return (await stores.plain(tenants, count)).values(generator_us)
+
+            async def grouped() -> Values:
+                return (await stores.group_commit(tenants, concurrency)).values(generator_us)
+
+            return Case(f"{concurrency} at once, {title}", {"plain": plain, "Weir": grouped})
+
+        yield [
+            case(tenants, title, concurrency)
+            for tenants, title in ((many[:1], "hot tenant"), (many, f"{len(many)} tenants"))
+            for concurrency in (1, 64, 1000)
+        ]
 
 
-def print_table(runner: asyncio.Runner, cases: Cases, many: list[Payer]) -> None:
-    """Print every case, with one hot tenant and with many."""
-    generator = runner.run(cases.generator(many))
-    generator_us = generator.cpu_s / generator.pair_count * 1e6
-    binary = pgbench_binary()
-    print(
-        "no pgbench: neither the embedded server nor this system brings one"
-        if binary is None
-        else f"pgbench: {binary.parent}"
-    )
-    print(f"the load generator takes {generator_us:.0f} µs of CPU per pair, left out below")
-    print(
-        f"{'':35}{'pairs/s':>9} {'admit p50':>9} {'p99 ms':>9} {'end p50':>9} {'p99 ms':>9}"
-        f" {'CPU µs':>9} {'server µs':>9}"
-    )
-    for tenants, title in ((many[:1], "hot tenant"), (many, f"{len(many)} tenants")):
-        for concurrency in (1, 64, 1000):
-            case = f"{concurrency:>4} at once, {title:<14}"
-            if concurrency <= CONNECTION_COUNT_MAX:
-                plain = runner.run(cases.plain(tenants, concurrency))
-                print(f"{case}{'plain':<8}{plain.row(generator_us)}", flush=True)
-                if binary is not None:
-                    pgbench = cases.pgbench(binary, tenants, concurrency)
-                    print(f"{case}{'pgbench':<8}{pgbench.row(0.0)}", flush=True)
-            grouped = runner.run(cases.group_commit(tenants, concurrency))
-            ratio = grouped.pairs_per_s / plain.pairs_per_s
-            print(f"{case}{'store':<8}{grouped.row(generator_us)}   {ratio:.1f}x plain", flush=True)
-
-
-def main() -> None:
-    """Measure every case and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this driver."""
+    add_database_options(parser)
     parser.add_argument(
-        "--seconds",
-        type=float,
-        default=1.2,
-        help="seconds per case, of fourteen (default: %(default)s)",
-    )
-    parser.add_argument("--database-url", help="a migrated database to fill with tenants instead")
-    parser.add_argument(
-        "--directory", help="data directory of the temporary server (default: the system's)"
+        "--seconds", type=float, default=1.2, help="per measurement (default: %(default)s)"
     )
     parser.add_argument(
         "--tenants",
@@ -326,27 +296,19 @@ def main() -> None:
         default=1000,
         help="number of tenants in the larger cases (default: %(default)s)",
     )
-    parser.add_argument(
-        "--profile",
-        action="store_true",
-        help="profile 64 concurrent clients with many tenants instead",
-    )
-    options = parser.parse_args()
-    with (
-        database(options.database_url, options.directory) as url,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
-        migrate(url)
-        many = create_tenants(url, options.tenants)
-        cases = Cases(url, options.seconds)
-        gc.freeze()  # as in an api process
-        if options.profile:
-            with cProfile.Profile() as profile:
-                runner.run(cases.group_commit(many, 64))
-            pstats.Stats(profile).sort_stats("tottime").print_stats(25)
-        else:
-            print_table(runner, cases, many)
 
+
+FIGURES = {
+    "pairs_per_s": Figure("pairs/s"),
+    "cpu_us": Figure("CPU of a pair, µs"),
+    "server_us": Figure("PostgreSQL CPU, µs"),
+    **{
+        f"{name}_{percent}": Figure(f"{label} p{percent}, ms", ",.2f")
+        for name, label in {"admit": "admission", "settle": "settlement"}.items()
+        for percent in (50, 99)
+    },
+}
+BENCH = Bench(__doc__, FIGURES, prepare, add_options, loop_factory=uvloop.new_event_loop)
 
 if __name__ == "__main__":
-    main()
+    main(BENCH)

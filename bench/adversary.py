@@ -8,8 +8,8 @@ quota of zero, one hostile key with ordinary quotas. The attacker uses every fra
 and every HTTP path with hostile sizes, counts, characters and values (`bench.adversary_attacks`),
 as fast as it is answered. Meanwhile another organization streams and sends short requests, and an
 administrator lists live requests and keys and scrapes the metrics every second. `--only` restricts
-the attack to one kind; `--each` runs the kinds one after the other and prints a line for each. A
-second model is on a hostile upstream server (`bench.hostile_upstream`), a process of its own.
+the attack to one kind; `--each` runs the kinds one after the other. A second model is on a hostile
+upstream server (`bench.hostile_upstream`), a process of its own.
 
 The api process has a core of its own. The other core runs PostgreSQL, the worker of the simulated
 engine, the bystander and the attacker, each in its own process; the attacker has a low priority, so
@@ -31,8 +31,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +43,18 @@ import uvloop
 from api.core.settings import Settings, bundled_models
 from bench.adversary_attacks import ATTACKS, BROKEN, UPSTREAM, Target
 from bench.adversary_load import ATTACKER_NICE
-from bench.harness import (
+from bench.harness import Bench, Case, Cases, Figure, Results, Values, main, note
+from bench.site import (
     MODEL,
+    add_site_options,
     children_of,
     cpu_s,
     create_keys,
     is_serving,
     new_site,
     on_core,
-    options_of,
     pin,
+    quantile,
     wait_for,
 )
 from bench.streams import scale
@@ -66,21 +69,32 @@ ORDINARY_QUOTAS = {
     "tokens_per_minute": 200_000,
     "tokens_per_month": 100_000_000,
 }
-ITL_GOAL, WORST_GOAL_MS, ADMIN_GOAL, MEMORY_GOAL_MIB = 1.3, 100, 1.5, 128
-LINE_COLUMNS = (
-    "worst ms",
-    "ITL50",
-    "ITL99",
-    "TTFT99",
-    "live50",
-    "keys50",
-    "metr.50",
-    "MiB",
-    "busy",
-    "errors",
-    "restarts",
-    "INTERNAL",
-)
+MAIN = {
+    "itl_p99": Figure("ITL p99, ms", ",.1f"),
+    "itl_p50": Figure("ITL p50, ms", ",.1f"),
+    "itl_worst": Figure("ITL worst, ms", ",.1f"),
+    "ttft_p50": Figure("TTFT p50, ms", ",.1f"),
+    "ttft_p99": Figure("TTFT p99, ms", ",.1f"),
+}
+ADMIN = {
+    "live_requests": "ListLiveRequests",
+    "keys": "ListApiKeys",
+    "metrics": "metrics",
+    "livez": "livez",
+}
+FAULTS = {"errors": "bystander's errors", "restarts": "restarts", "internal": "INTERNAL, incidents"}
+FIGURES = {
+    **MAIN,
+    **{
+        f"{key}_{share}": Figure(f"{label} {share}"[:23], ",.1f")
+        for key, label in ADMIN.items()
+        for share in ("p50", "worst")
+    },
+    "peak_mib": Figure("peak memory, MiB", ",.0f", "difference"),
+    "busy": Figure("api core busy", ".0%", "no"),
+    **{key: Figure(label, compared="no") for key, label in FAULTS.items()},
+    "answers": Figure("answers to the attacker", compared="no"),
+}
 CALM_MAX_S = 60.0  # limit between phases, for the attacker's requests to end
 CALM_ANSWER_S = 0.2  # limit of a health check
 
@@ -211,36 +225,37 @@ class Phase:
             if not BROKEN.isdisjoint(name.split()) or name == "http 500"
         )
 
-    def figures(self) -> dict[str, float]:
-        """Compute the figures by name, in milliseconds except for the last two."""
+    def values(self) -> Values:
+        """Compute the figures."""
         seen = self.seen
-        return {
-            "bystander ITL p50": quantile(seen["gap_ms"], 0.5),
-            "bystander ITL p99": quantile(seen["gap_ms"], 0.99),
-            "bystander ITL worst": max(seen["gap_ms"], default=float("nan")),
-            "bystander TTFT p50": quantile(seen["ttft_ms"], 0.5),
-            "bystander TTFT p99": quantile(seen["ttft_ms"], 0.99),
-            "ListLiveRequests p50": quantile(seen["live_requests_ms"], 0.5),
-            "ListLiveRequests worst": max(seen["live_requests_ms"], default=float("nan")),
-            "ListApiKeys p50": quantile(seen["keys_ms"], 0.5),
-            "ListApiKeys worst": max(seen["keys_ms"], default=float("nan")),
-            "metrics p50": quantile(seen["metrics_ms"], 0.5),
-            "metrics worst": max(seen["metrics_ms"], default=float("nan")),
-            "livez p50": quantile(seen["livez_ms"], 0.5),
-            "livez worst": max(seen["livez_ms"], default=float("nan")),
+        times = {"itl": seen["gap_ms"], "ttft": seen["ttft_ms"]}
+        times |= {key: seen[f"{key}_ms"] for key in ADMIN}
+        found = {
+            f"{key}_{share}": max(values, default=float("nan"))
+            if share == "worst"
+            else quantile(values, int(share[1:]) / 100)
+            for key, values in times.items()
+            for share in ("p50", "p99", "worst")
+        }
+        return {key: value for key, value in found.items() if key in FIGURES} | {
+            "peak_mib": self.peak_mib,
+            "busy": self.api_busy,
+            "errors": len(seen["errors"]),
+            "restarts": self.restarts,
+            "internal": self.internal() + self.incidents,
+            "answers": sum(sum(each.values()) for each in self.answers.values()),
         }
 
-    def is_clean(self) -> bool:
-        """True if there was no error, restart, incident, or answer that blames the server."""
-        return not (self.seen["errors"] or self.restarts or self.incidents or self.internal())
+    def note(self, name: str) -> None:
+        """Print the bystander's errors, and the answers to the attacker by kind."""
+        for error, count in Counter(self.seen["errors"]).most_common(5):
+            note(f"{name}: the bystander saw {count} times: {error}")
+        for kind, statuses in sorted(self.answers.items()):
+            shown = ", ".join(f"{status} {count:,}" for status, count in statuses.most_common(9))
+            note(f"{name}: {kind} {shown}")
 
 
-def quantile(values: list[float], share: float) -> float:
-    """Compute a quantile of the values; `share` is 0.5 for the median."""
-    return sorted(values)[int(share * (len(values) - 1))] if values else float("nan")
-
-
-class Bench:
+class Phases:
     """Measurement of several phases on one service."""
 
     def __init__(
@@ -330,93 +345,6 @@ class Bench:
         return Client(
             await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=2**30)
         )
-
-
-def print_table(phases: dict[str, Phase]) -> None:
-    """Print the figures of each phase next to those of the quiet one."""
-    quiet = phases[QUIET].figures()
-    hostile = {name: phase for name, phase in phases.items() if name != QUIET}
-    print(
-        f"{'':<26}{QUIET:>10}" + "".join(f"{name:>14} {'ratio':>7}" for name in hostile) + "  goal"
-    )
-    goals = {
-        "bystander ITL p99": ITL_GOAL,
-        "ListLiveRequests p50": ADMIN_GOAL,
-        "ListApiKeys p50": ADMIN_GOAL,
-        "metrics p50": ADMIN_GOAL,
-        "livez p50": ADMIN_GOAL,
-    }
-    for figure, value in quiet.items():
-        cells = "".join(
-            f"{phase.figures()[figure]:>11.1f} ms {phase.figures()[figure] / value:>6.2f}x"
-            for phase in hostile.values()
-        )
-        print(
-            f"{figure:<26}{value:>7.1f} ms{cells}  "
-            + (
-                f"at most {goals[figure]}x"
-                if figure in goals
-                else f"at most {WORST_GOAL_MS} ms"
-                if figure == "bystander ITL worst"
-                else ""
-            )
-        )
-    peak = phases[QUIET].peak_mib
-    cells = "".join(
-        f"{phase.peak_mib:>10.0f} MiB {phase.peak_mib - peak:>+7.0f}" for phase in hostile.values()
-    )
-    print(f"{'peak memory':<26}{peak:>6.0f} MiB{cells}  at most +{MEMORY_GOAL_MIB} MiB")
-    rows: list[tuple[str, Any, str]] = [
-        ("api process busy", lambda phase: f"{phase.api_busy:.0%}", ""),
-        ("errors of the bystander", lambda phase: len(phase.seen["errors"]), "0"),
-        ("restarts", lambda phase: phase.restarts, "0"),
-        ("INTERNAL and incidents", lambda phase: phase.internal() + phase.incidents, "0"),
-        (
-            "answers to the attacker",
-            lambda phase: sum(sum(each.values()) for each in phase.answers.values()),
-            "",
-        ),
-    ]
-    for name, value_of, goal in rows:
-        print(
-            f"{name:<26}{value_of(phases[QUIET]):>10}"
-            + "".join(f"{value_of(each):>14} {'':>7}" for each in hostile.values())
-            + f"  {goal}"
-        )
-    for name, phase in phases.items():
-        for error, count in Counter(phase.seen["errors"]).most_common(5):
-            print(f"{name}: the bystander saw {count} times: {error}")
-    for name, phase in hostile.items():
-        print(f"\nanswers, {name}")
-        for kind, statuses in sorted(phase.answers.items()):
-            print(
-                f"  {kind:<20}"
-                + ", ".join(f"{status} {count:,}" for status, count in statuses.most_common(9))
-            )
-
-
-def print_line(name: str, phase: Phase, quiet: Phase) -> None:
-    """Print the line of one kind of attack, next to the quiet phase."""
-    figures, base = phase.figures(), quiet.figures()
-    ratios = [
-        f"{figures[each] / base[each]:.2f}x"
-        for each in (
-            *("bystander ITL p50", "bystander ITL p99", "bystander TTFT p99"),
-            *("ListLiveRequests p50", "ListApiKeys p50", "metrics p50"),
-        )
-    ]
-    answers = sum((statuses for statuses in phase.answers.values()), Counter[str]())
-    cells = [
-        f"{figures['bystander ITL worst']:.0f}",
-        *ratios,
-        f"{phase.peak_mib - quiet.peak_mib:+.0f}",
-        f"{phase.api_busy:.0%}",
-    ]
-    cells += map(
-        str, (len(phase.seen["errors"]), phase.restarts, phase.internal() + phase.incidents)
-    )
-    statuses = ", ".join(f"{status} {count:,}" for status, count in answers.most_common(4))
-    print(f"{name:<34}" + " ".join(f"{cell:>8}" for cell in cells) + f"  {statuses}", flush=True)
 
 
 def free_ports(count: int) -> list[int]:
@@ -515,50 +443,56 @@ def prepared(options: argparse.Namespace) -> Iterator[tuple[Service, Target, dic
         )
 
 
-async def measure(options: argparse.Namespace) -> bool:
-    """Measure all phases and print the table. Return whether nothing failed."""
+@contextlib.asynccontextmanager
+async def prepare(options: argparse.Namespace) -> AsyncIterator[Cases]:
+    """Run the service, and yield the attack with its phases as ways, or a case for each kind."""
     kinds = options.only or list(ATTACKS)
     with prepared(options) as (service, target, keys, url):
         async with service.running():
-            bench = Bench(service, target, keys, url, options.seconds)
+            phases = Phases(service, target, keys, url, options.seconds)
             files = service.open_files()
-            quiet = await bench.phase(QUIET, [])
-            phases = {QUIET: quiet}
-            if options.each:
-                print(f"{'':<34}" + " ".join(f"{name:>8}" for name in LINE_COLUMNS))
-                for kind in kinds:
-                    for name in (NO_QUOTA, QUOTA):
-                        phase = phases[f"{kind}, {name}"] = await bench.phase(name, [kind])
-                        print_line(f"{kind}, {name}", phase, quiet)
-            else:
-                for name in (NO_QUOTA, QUOTA):
-                    phases[name] = await bench.phase(name, kinds)
-                print_table(phases)
-            calm_s = await bench.calm()
-            print(
-                f"\nafter {calm_s:.1f} s: {bench.held_count()} holds left; {service.open_files()}"
-                f" open files, {files} before; ",
-                end="",
+
+            def case(name: str, kinds: list[str]) -> Case:
+                async def run(way: str) -> Values:
+                    phase = await phases.phase(way, [] if way == QUIET else kinds)
+                    phase.note(f"{name}, {way}")
+                    return phase.values()
+
+                return Case(name, {way: partial(run, way) for way in (QUIET, NO_QUOTA, QUOTA)})
+
+            each = [case(kind, [kind]) for kind in kinds]
+            yield each if options.each else [case(f"{len(kinds)} kinds at once", kinds)]
+            calm_s = await phases.calm()
+            note(
+                f"after {calm_s:.1f} s: {phases.held_count()} holds left; {service.open_files()}"
+                f" open files, {files} before; {service.status_mib('VmRSS'):.0f} MiB resident"
             )
-            print(f"{service.status_mib('VmRSS'):.0f} MiB resident")
-    return all(phase.is_clean() for phase in phases.values())
 
 
-def main() -> None:
-    """Measure, print, and exit with 1 if anything failed."""
-    parser = options_of(__doc__, 60.0)
+def is_clean(results: Results) -> bool:
+    """Return whether there was no error, restart, incident, or answer that blames the server."""
+    rows = [row for ways in results.values() for each in ways.values() for row in each]
+    return not any(row[key] for row in rows for key in FAULTS)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this driver."""
+    add_site_options(parser, 60.0)
     parser.add_argument(
         "--only", action="append", choices=tuple(ATTACKS), help="kind of attack; repeatable"
     )
-    parser.add_argument(
-        "--each",
-        action="store_true",
-        help="run the kinds one after the other, with a line for each",
-    )
-    options = parser.parse_args()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        sys.exit(0 if runner.run(measure(options)) else 1)
+    parser.add_argument("--each", action="store_true", help="a case for each kind of attack")
 
+
+BENCH = Bench(
+    __doc__,
+    FIGURES,
+    prepare,
+    add_options,
+    rounds=1,
+    passed=is_clean,
+    loop_factory=uvloop.new_event_loop,
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCH)

@@ -64,38 +64,18 @@ WRITE_FAILED = "Internal error from Core"
 BROKEN = frozenset({"INTERNAL", "UNKNOWN", "DATA_LOSS"})  # statuses that blame the server
 STATUS_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 TEXTS = [
+    *("\0", "a\0b", "\x01\x1f\x7f\x85", "\ufffe\uffff", "\u202eabc\u202c", "\u200b" * 300),
     *(
-        "\0",
-        "a\0b",
-        "\x01\x1f\x7f\x85",
-        "\ufffe\uffff",
-        "\u202eabc\u202c",
-        "\u200b" * 300,
         "ｕｓｅｒ",
         "<|im_start|>system",
-    ),
-    *(
         "＜｜Ｕｓｅｒ｜＞",
         "<｜User｜>",
         "e\u0301" * 100,
         "👩‍👩‍👧‍👦" * 50,
-        "=1+1",
-        "%s%n",
-        "../../etc/passwd",
-        "a\r\nx: y",
-        "'; --",
-        "",
     ),
-    *(
-        "x" * 257,
-        "x" * 100_000,
-        "9999-12-31",
-        "0001-01-01",
-        "-1",
-        "NaN",
-        "1e999",
-        base64.b64encode(b"[" * 100_000).decode(),
-    ),
+    *("=1+1", "%s%n", "../../etc/passwd", "a\r\nx: y", "'; --", "", "x" * 257, "x" * 100_000),
+    *("9999-12-31", "0001-01-01", "-1", "NaN", "1e999"),
+    base64.b64encode(b"[" * 100_000).decode(),
 ]
 NUMBERS = [-(2**63), -(2**31), -1, 0, 1, 2, 2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 2**64 - 1]
 FRACTIONS = [math.nan, math.inf, -math.inf, -1.0, 0.0, 5e-324, 1e308]

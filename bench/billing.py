@@ -1,7 +1,7 @@
 """Rating of usage events per second and core, against plain multi-row inserts of the same rows.
 
-    .venv/bin/python -m bench.billing [--events 200000] [--organizations 1 10 1000] [--directory
-    /dev/shm | --database-url URL]
+    python -m bench.billing [--events 200000] [--organizations 1 10 1000]
+        [--directory /dev/shm | --database-url URL]
 
 A case writes usage events as settlements would, then rates and posts all of them, like consecutive
 tasks of a worker. "Plain" copies the same rows into a table with the same indexes, a thousand rows
@@ -25,16 +25,26 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psycopg
+import uvloop
 from psycopg.types.json import Json
 
-from bench.admission import AwaitedStore, Cases, new_admit
-from bench.admission_peers import INPUT_TOKENS, OUTPUT_TOKENS
-from bench.harness import children_of, cpu_s, create_tenants, database, postgres_pid, quantile_ms
+from bench.admission import AwaitedStore, Stores, new_admit
+from bench.admission_plain import INPUT_TOKENS, OUTPUT_TOKENS
+from bench.harness import Bench, Case, Cases, Figure, Measure, Values, main
+from bench.site import (
+    add_database_options,
+    children_of,
+    cpu_s,
+    create_tenants,
+    database,
+    postgres_pid,
+    quantile,
+)
 from metering.core.models import Outcome
 from metering.export.deliveries import export_usage
 from metering.holds.operations import Settle
@@ -100,10 +110,13 @@ class Cost:
         """Rows per second of CPU time."""
         return self.row_count / max(self.cpu_s, 1e-9)
 
-    def __str__(self) -> str:
-        return (
-            f"{self.row_count / self.wall_s:>9,.0f} {self.per_core_s:>10,.0f} {self.wall_s:>8.2f}"
-        )
+    def values(self) -> Values:
+        """Return the figures."""
+        return {
+            "per_core_s": self.per_core_s,
+            "per_s": self.row_count / self.wall_s,
+            "wall_s": self.wall_s,
+        }
 
 
 class Meter:
@@ -271,55 +284,73 @@ async def seconds_to_meter_events(database_url: str) -> tuple[float, int]:
 
 async def settle(database_url: str, payers: list[Payer], seconds: float) -> tuple[Cost, int]:
     """Admit and settle, 64 concurrently. Return the cost of a pair and the usage event count."""
-    result = await Cases(database_url, seconds).group_commit(payers, 64)
+    result = await Stores(database_url, seconds).group_commit(payers, 64)
     with psycopg.connect(psycopg_conninfo(database_url)) as connection:
         written = count_of(connection, "SELECT count(*) FROM unrated_usage")
     return Cost(result.pair_count, result.wall_s, result.cpu_s + result.database_cpu_s), written
 
 
-def run(database_url: str, organizations: list[int], event_count: int, request_count: int) -> None:
-    """Measure every case and print the table."""
-    meter = Meter(database_url)
-    print(f"{event_count:,} usage events{'':18}{'events/s':>9} {'per core/s':>10} {'wall s':>8}")
-    payers: list[Payer] = []
-    for organization_count in organizations:
-        payers += create_tenants(database_url, organization_count - len(payers))
-        name = f"{organization_count:>5} organizations"
-        settled, written = asyncio.run(settle(database_url, payers, 1.0))
-        asyncio.run(drain(database_url, meter, written))
+def case_of(database_url: str, meter: Meter, payers: list[Payer], event_count: int) -> Case:
+    """Build the case of these customers. All events are written before each way."""
+    costs: dict[str, Cost] = {}
+
+    def plain() -> Values:
         use(database_url, payers, event_count, "now()")
-        plain = insert_plainly(database_url, meter)
-        rated = asyncio.run(drain(database_url, meter, event_count))
-        whole = 1 / (1 / settled.per_core_s + 1 / rated.per_core_s)
-        print(f"{name}  plain inserts      {plain}")
-        print(
-            f"{name}  rated and posted   {rated}   {rated.per_core_s / plain.per_core_s:.2f}x plain"
-            " per core"
-        )
-        print(f"{name}  admitted, settled  {settled}")
-        print(f"{name}  all of it          {'':>9} {whole:>10,.0f}", flush=True)
-    with idle_worker(database_url):
-        waits = asyncio.run(seconds_to_ledger(database_url, payers[0], request_count))
-    p50_ms, p90_ms = quantile_ms(waits, 0.5), quantile_ms(waits, 0.9)
-    print(
-        f"request's end to ledger row, {len(waits)} requests: p50 {p50_ms:.0f} ms, p90"
-        f" {p90_ms:.0f} ms"
-    )
-    before_count = min(event_count, 10_000)
-    use(database_url, payers, before_count, "date_trunc('hour', now()) - interval '90 minutes'")
-    asyncio.run(drain(database_url, meter, before_count))
-    took_s, made = asyncio.run(seconds_to_meter_events(database_url))
-    print(
-        f"closed hours to meter events in a file: {made:,} in {took_s:.2f} s, after the hour's end"
-        " and two minutes"
-    )
+        return insert_plainly(database_url, meter).values()
+
+    async def rated() -> Values:
+        with psycopg.connect(psycopg_conninfo(database_url)) as connection:
+            pending = count_of(connection, "SELECT count(*) FROM unrated_usage")
+        if not pending:
+            use(database_url, payers, event_count, "now()")
+        costs["rated"] = await drain(database_url, meter, pending or event_count)
+        return costs["rated"].values()
+
+    async def settled() -> Values:
+        cost, written = await settle(database_url, payers, 1.0)
+        await drain(database_url, meter, written)
+        found = dict(cost.values())
+        if "rated" in costs:
+            found["whole_per_core_s"] = 1 / (1 / cost.per_core_s + 1 / costs["rated"].per_core_s)
+        return found
+
+    ways: dict[str, Measure] = {"plain inserts": plain, "rated": rated, "settled": settled}
+    return Case(f"{event_count:,} events of {len(payers)} organizations", ways)
 
 
-def main() -> None:
-    """Read the options and measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+@contextlib.asynccontextmanager
+async def prepare(options: argparse.Namespace) -> AsyncIterator[Cases]:
+    """Fill a database with customers, and yield the cases."""
+    with database(options.database_url, options.directory) as url:
+        migrate(url)
+        meter, counts = Meter(url), sorted(options.organizations)
+        payers = create_tenants(url, counts[-1])
+
+        async def to_ledger() -> Values:
+            with idle_worker(url):
+                waits_s = await seconds_to_ledger(url, payers[0], options.requests)
+            return {
+                f"ledger_p{percent}_ms": quantile(waits_s, percent / 100) * 1000
+                for percent in (50, 90)
+            }
+
+        async def to_export() -> Values:
+            count = min(options.events, 10_000)
+            use(url, payers, count, "date_trunc('hour', now()) - interval '90 minutes'")
+            await drain(url, meter, count)
+            took_s, made = await seconds_to_meter_events(url)
+            return {"export_s": took_s, "exported": made}
+
+        yield [
+            *(case_of(url, meter, payers[:count], options.events) for count in counts),
+            Case("from a request's end to its ledger row", {"Weir": to_ledger}),
+            Case("from closed hours to meter events in a file", {"Weir": to_export}),
+        ]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this driver."""
+    add_database_options(parser)
     parser.add_argument(
         "--events", type=int, default=200_000, help="per case (default: %(default)s)"
     )
@@ -328,7 +359,7 @@ def main() -> None:
         type=int,
         nargs="+",
         default=[1, 10, 1000],
-        help="numbers of organizations, ascending",
+        help="numbers of organizations, by case",
     )
     parser.add_argument(
         "--requests",
@@ -336,17 +367,19 @@ def main() -> None:
         default=20,
         help="requests timed until their ledger row (default: %(default)s)",
     )
-    parser.add_argument(
-        "--database-url", help="an empty database to fill instead of a temporary server"
-    )
-    parser.add_argument(
-        "--directory", help="data directory of the temporary server (default: the system's)"
-    )
-    options = parser.parse_args()
-    with database(options.database_url, options.directory) as url:
-        migrate(url)
-        run(url, sorted(options.organizations), options.events, options.requests)
 
+
+FIGURES = {
+    "per_core_s": Figure("events/s of a core"),
+    "whole_per_core_s": Figure("settled and rated"),
+    "per_s": Figure("events/s"),
+    "wall_s": Figure("seconds", ",.2f", "no"),
+    "ledger_p50_ms": Figure("p50, ms"),
+    "ledger_p90_ms": Figure("p90, ms"),
+    "export_s": Figure("seconds of export", ",.2f"),
+    "exported": Figure("meter events"),
+}
+BENCH = Bench(__doc__, FIGURES, prepare, add_options, rounds=1, loop_factory=uvloop.new_event_loop)
 
 if __name__ == "__main__":
-    main()
+    main(BENCH)

@@ -2,8 +2,8 @@
 
 Also shows the load that fills one api core, and the gain of a second one.
 
-    python -m bench.cluster [--seconds 5] [--replicas 1,8,64] [--dilation 0.2,1.6,13] [--directory
-    /dev/shm]
+    python -m bench.cluster [--seconds 5] [--replicas 1,8,64] [--dilation 0.2,1.6,13]
+        [--directory /dev/shm]
 
 gRPC, authentication, tokenizing, admission, queue, placement, metering and settlement are the
 product's, and so are the engines' worker processes, one for each replica, with their schedulers and
@@ -14,12 +14,12 @@ average; 32 run concurrently for each replica, on 16 streams in total.
 
 Time is dilated if so many replicas would exceed this machine: dilation 13 means that they are 13
 times slower than the hardware, and 0.2 that one is five times faster, to compare at similar rates.
-"undilated" is the rate at the hardware's own speed. The tokens of a replica's step for one stream
-are one message of "tok/msg" tokens; larger messages cost less per token.
+Undilated is the rate at the hardware's own speed. The tokens of a replica's step for one stream
+are one message; larger messages cost less per token.
 
 One core runs the api processes (two share it in the last case), the other one everything else:
-PostgreSQL, workers, client. Costs are CPU time of processes. Figures for a full core are computed
-from them and marked so; the case "full" checks them.
+PostgreSQL, workers, client. Costs are CPU time of processes. Figures for a full api core are
+computed from them; the last case but one checks them.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 from api.core.settings import Settings, bundled_models
-from bench.cluster_load import await_replicas
-from bench.harness import (
+from bench.grpc_load import MARK, await_replicas
+from bench.harness import Bench, Case, Cases, Figure, Unusable, Values, main
+from bench.site import (
     MODEL,
     Processes,
     Site,
-    Table,
+    add_site_options,
     api_process,
     create_keys,
     new_site,
-    options_of,
     pin,
     run_load,
 )
@@ -49,104 +50,71 @@ STREAM_COUNT = 16
 OUTSTANDING_PER_REPLICA = 32
 WARM_UP_S = 3.0
 SETTLE_S = 2.0  # of hardware time: to compute the prompts of all concurrent requests
-
-TABLE = Table(
-    24,
-    (
-        ("dilation", "{:>8g}"),
-        ("tokens/s", "{:>8,.0f}"),
-        ("adm./s", "{:>6.1f}"),
-        ("in/adm.", "{:>7,.0f}"),
-        ("undilated", "{:>9,.0f}"),
-        ("tok/msg", "{:>7.1f}"),
-        ("api busy", "{:>8.0%}"),
-        ("rest", "{:>5.0%}"),
-        ("µs/token", "{:>8.1f}"),
-        ("µs/req.", "{:>7,.0f}"),
-        ("pg", "{:>5,.0f}"),
-        ("workers", "{:>7,.0f}"),
-        ("client", "{:>6,.0f}"),
-    ),
+# Each is one token of the demo model; with the mark, the length of the reference workload's
+# prompts.
+WORDS = (
+    *("hotel", "night", "family", "guest", "kitchen", "garden"),
+    *("airport", "terrace", "price", "coffee", "lobby", "staff"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Number of replicas and api processes, and the dilation of time."""
-
-    name: str
-    replica_count: int
-    dilation: float
-    api_count: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Result of one case. `cpu_s` is the CPU time by process while counting; "api" is all apis."""
-
-    case: Case
-    token_count: int
-    message_count: int
-    admitted_count: int
-    input_token_count: int
-    finished_count: int
-    wall_s: float
-    cpu_s: dict[str, float]
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Delivered tokens per second of real time on this machine."""
-        return self.token_count / self.wall_s
-
-    @property
-    def replica_tokens_per_s(self) -> float:
-        """Tokens per second of one replica at the speed of its hardware."""
-        return self.tokens_per_s * self.case.dilation / self.case.replica_count
-
-    @property
-    def api_token_us(self) -> float:
-        """CPU time of the api per delivered token, in µs, including the costs of requests."""
-        return self.cpu_s["api"] / self.token_count * 1e6
-
-    def request_us(self, process: str) -> float:
-        """Compute the CPU time of a process per request, in µs."""
-        return self.cpu_s[process] / self.finished_count * 1e6
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """Computed capacity of one api core, and api cores per PostgreSQL core."""
-
-    tokens_per_s: float
-    requests_per_s: float
-    replica_count: float
-    api_core_count: float
+SHARED_WORDS, OWN_WORDS = 200, 816
+OUTPUT_TOKENS_MAX = 800  # few answers reach it, so that the mean is kept
+PROMPT_COUNT = 64
+FIGURES = {
+    "token_us": Figure("api CPU of a token, µs", ".1f"),
+    "api_us": Figure("api CPU a request, µs"),
+    "postgres_us": Figure("PostgreSQL a request, µs"),
+    "workers_us": Figure("workers a request, µs"),
+    "client_us": Figure("client a request, µs"),
+    "dilation": Figure("dilation", "g"),
+    "tokens_per_s": Figure("tokens/s"),
+    "undilated_per_s": Figure("tokens/s, undilated"),
+    "admitted_per_s": Figure("admissions/s", ".1f"),
+    "input_tokens": Figure("input tokens"),
+    "message_tokens": Figure("tokens per message", ".1f"),
+    "api_busy": Figure("api core busy", ".0%"),
+    "rest_busy": Figure("other core busy", ".0%"),
+    "full_tokens_per_s": Figure("full core, tokens/s"),
+    "full_requests_per_s": Figure("full core, requests/s"),
+    "full_replicas": Figure("full core, replicas", ".1f"),
+    "full_postgres": Figure("such cores for a PG core", ".1f"),
+}
 
 
 def capacity(
     token_us: float, request_us: float, postgres_request_us: float, replica_tokens_per_s: float
-) -> Capacity:
-    """Compute the capacity from the CPU costs of the api per token and per request, in µs.
+) -> Values:
+    """Compute what a full api core serves, from the CPU costs per token and per request, in µs.
 
     `postgres_request_us` is PostgreSQL's CPU cost per request.
     """
     tokens_per_s = 1e6 / token_us
-    return Capacity(
-        tokens_per_s,
-        1e6 / request_us,
-        tokens_per_s / replica_tokens_per_s,
-        request_us / postgres_request_us,
-    )
+    return {
+        "full_tokens_per_s": tokens_per_s,
+        "full_requests_per_s": 1e6 / request_us,
+        "full_replicas": tokens_per_s / replica_tokens_per_s,
+        "full_postgres": request_us / postgres_request_us,
+    }
+
+
+def prompts(own_words: int) -> list[str]:
+    """Draw prompts: first words that all share, then a unique word, then others."""
+    rng = random.Random(0)
+    shared = " ".join(rng.choices(WORDS, k=SHARED_WORDS))
+    return [
+        f"{shared} {MARK} {' '.join(rng.choices(WORDS, k=own_words))}" for _ in range(PROMPT_COUNT)
+    ]
 
 
 @contextlib.contextmanager
-def cluster(case: Case, site: Site, key: str) -> Iterator[tuple[list[str], Processes]]:
+def cluster(
+    site: Site, key: str, replica_count: int, dilation: float, api_count: int
+) -> Iterator[tuple[list[str], Processes]]:
     """Run the api processes of a case, with all their replicas ready."""
     with contextlib.ExitStack() as stack:
         servers = []
-        for _ in range(case.api_count):
+        for _ in range(api_count):
             home = stack.enter_context(site.home())
-            count = case.replica_count // case.api_count
+            count = replica_count // api_count
             version = {
                 "engine": "simulated",
                 "directory": str(next(iter(bundled_models().values())).absolute()),
@@ -161,7 +129,7 @@ def cluster(case: Case, site: Site, key: str) -> Iterator[tuple[list[str], Proce
                 fleet=str(home / "fleet.yaml"),
                 requests_per_process_max=10_000,
                 queue_requests_per_tenant_max=10_000,
-                simulated_time_scale=case.dilation,
+                simulated_time_scale=dilation,
             )
             server = stack.enter_context(api_process(settings, site.core, site.other_core))
             servers.append(server)
@@ -179,131 +147,106 @@ def cluster(case: Case, site: Site, key: str) -> Iterator[tuple[list[str], Proce
 
 
 def run(
-    case: Case, addresses: Sequence[str], processes: Processes, keys: Sequence[str], seconds: float
-) -> Result:
-    """Measure the cluster under load from one client.
+    site: Site,
+    keys: Sequence[str],
+    seconds: float,
+    replica_count: int,
+    dilation: float,
+    api_count: int = 1,
+) -> Values:
+    """Run a cluster and measure it under load from one client.
 
-    Raises: RuntimeError if a request fails.
+    The first requests have short prompts: otherwise all would be in prefill at the same time, and a
+    steady state would take long. The engines end answers, so that their lengths vary. Raises:
+    RuntimeError if a request fails.
     """
-    load = {
-        "addresses": addresses,
-        "model": MODEL,
-        "api_keys": keys,
-        "outstanding_count": case.replica_count * OUTSTANDING_PER_REPLICA,
-        "warm_up_s": WARM_UP_S + case.dilation * SETTLE_S,
-        "seconds": seconds,
-    }
-    report, used_s = run_load(("bench.cluster_load",), load, processes)
-    counts = {
-        name: report[name]
-        for name in (
-            "token_count",
-            "message_count",
-            "admitted_count",
-            "input_token_count",
-            "finished_count",
-        )
-    }
+    with cluster(site, keys[0], replica_count, dilation, api_count) as (addresses, processes):
+        load = {
+            "addresses": addresses,
+            "model": MODEL,
+            "prompts": prompts(OWN_WORDS),
+            "first_prompts": prompts(1),
+            "output_tokens": OUTPUT_TOKENS_MAX,
+            "ignore_eos": False,
+            "api_keys": keys,
+            "outstanding_count": replica_count * OUTSTANDING_PER_REPLICA // len(keys),
+            "warm_up_s": WARM_UP_S + dilation * SETTLE_S,
+            "seconds": seconds,
+        }
+        report, used_s = run_load(("bench.grpc_load", "client"), load, processes)
     used_s["client"] = report["cpu_s"]
-    return Result(case, **counts, wall_s=report["wall_s"], cpu_s=used_s)
+    wall_s, token_count = report["wall_s"], report["token_count"]
+    busy = {name: used / wall_s for name, used in used_s.items()}
+    request_us = {
+        f"{name}_us": used / max(report["request_count"], 1) * 1e6 for name, used in used_s.items()
+    }
+    tokens_per_s, token_us = token_count / wall_s, used_s["api"] / token_count * 1e6
+    return {
+        "token_us": token_us,
+        **request_us,
+        "dilation": dilation,
+        "tokens_per_s": tokens_per_s,
+        "undilated_per_s": tokens_per_s * dilation,
+        "admitted_per_s": report["admitted_count"] / wall_s,
+        "input_tokens": report["input_token_count"] / max(report["admitted_count"], 1),
+        "message_tokens": token_count / report["message_count"],
+        "api_busy": busy["api"],
+        "rest_busy": sum(busy.values()) - busy["api"],
+        **capacity(
+            token_us,
+            request_us["api_us"],
+            request_us["postgres_us"],
+            tokens_per_s * dilation / replica_count,
+        ),
+    }
 
 
-def print_row(result: Result) -> None:
-    """Print one line of the table."""
-    case, admitted_count = result.case, max(result.admitted_count, 1)
-    busy = {name: used_s / result.wall_s for name, used_s in result.cpu_s.items()}
-    TABLE.print_row(
-        case.name,
-        case.dilation,
-        result.tokens_per_s,
-        admitted_count / result.wall_s,
-        result.input_token_count / admitted_count,
-        result.tokens_per_s * case.dilation,
-        result.token_count / result.message_count,
-        busy["api"],
-        sum(busy.values()) - busy["api"],
-        result.api_token_us,
-        *(result.request_us(name) for name in ("api", "postgres", "workers", "client")),
-    )
-
-
-def conclusion(result: Result) -> str:
-    """Format the computed figures of one case, marked as computed."""
-    found = capacity(
-        result.api_token_us,
-        result.request_us("api"),
-        result.request_us("postgres"),
-        result.replica_tokens_per_s,
-    )
-    return (
-        f"{result.case.name}: computed: a full api core delivers {found.tokens_per_s:,.0f} tokens/s"
-        f" and admits {found.requests_per_s:,.0f} requests/s, those of {found.replica_count:.1f}"
-        f" replicas at {result.replica_tokens_per_s:,.0f} tokens/s; {found.api_core_count:.0f} such"
-        " cores fill one core of PostgreSQL"
-    )
-
-
-def measure(options: argparse.Namespace, site: Site) -> None:
-    """Run every case, and print the table and the computed figures."""
-    keys = create_keys(site.database_url, STREAM_COUNT)
+@contextlib.contextmanager
+def prepare(options: argparse.Namespace) -> Iterator[Cases]:
+    """Create the keys, and yield the cases. Raises: Unusable."""
     counts = [int(each) for each in options.replicas.split(",")]
     dilations = [float(each) for each in options.dilation.split(",")]
-    cases = [
-        Case(f"{n} replica{'s'[: n - 1]}, 1 api", n, dilation)
-        for n, dilation in zip(counts, dilations, strict=True)
-    ]
-    cases.append(Case(f"full: {options.full} replicas, 1 api", options.full, options.full_dilation))
-    cases.append(Case(f"{options.two} replicas, 2 api", options.two, options.two_dilation, 2))
-    print("GPUs are simulated, with dilated time where shown; everything before them is real")
-    TABLE.print_head()
-    results = []
-    for case in cases:
-        with cluster(case, site, keys[0]) as (addresses, processes):
-            results.append(run(case, addresses, processes, keys, options.seconds))
-        print_row(results[-1])
-    for result in results[-2:]:
-        print(conclusion(result))
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = options_of(__doc__, 5.0)
-    parser.add_argument(
-        "--replicas", default="1,8,64", help="number of replicas, by case (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--dilation",
-        default="0.2,1.6,13",
-        help="time dilation, one for each case (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--full",
-        type=int,
-        default=16,
-        help="replicas of the case with a full api core (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--full-dilation",
-        type=float,
-        default=0.5,
-        help="time dilation of that case (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--two",
-        type=int,
-        default=8,
-        help="replicas of the case with two api processes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--two-dilation",
-        type=float,
-        default=1.6,
-        help="time dilation of that case (default: %(default)s)",
-    )
-    options = parser.parse_args()
+    if len(counts) != len(dilations):
+        raise Unusable(
+            f"--dilation must have a number for each of --replicas {options.replicas}, got"
+            f" {options.dilation}"
+        )
     with new_site(options.directory) as site:
-        measure(options, site)
+        keys = create_keys(site.database_url, STREAM_COUNT)
+        measured = partial(run, site, keys, options.seconds)
+        cases = [
+            (f"{count} replica{'s'[: count - 1]}, 1 api", partial(measured, count, dilation))
+            for count, dilation in zip(counts, dilations, strict=True)
+        ]
+        full = partial(measured, options.full, options.full_dilation)
+        cases.append((f"{options.full} replicas, 1 api, full", full))
+        two = partial(measured, options.two, options.two_dilation, 2)
+        cases.append((f"{options.two} replicas, 2 api", two))
+        yield [Case(name, {"Weir": each}) for name, each in cases]
 
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this driver."""
+    add_site_options(parser, 5.0)
+    lists = {
+        "--replicas": ("1,8,64", "number of replicas, by case"),
+        "--dilation": ("0.2,1.6,13", "time dilation, one for each case"),
+    }
+    for name, (default, what) in lists.items():
+        parser.add_argument(name, default=default, help=f"{what} (default: {default})")
+    numbers = {
+        "--full": (16, "replicas of the case with a full api core"),
+        "--full-dilation": (0.5, "time dilation of that case"),
+        "--two": (8, "replicas of the case with two api processes"),
+        "--two-dilation": (1.6, "time dilation of that case"),
+    }
+    for name, (number, what) in numbers.items():
+        parser.add_argument(
+            name, type=type(number), default=number, help=f"{what} (default: {number})"
+        )
+
+
+BENCH = Bench(__doc__, FIGURES, prepare, add_options, rounds=1)
 
 if __name__ == "__main__":
-    main()
+    main(BENCH)

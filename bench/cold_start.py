@@ -1,9 +1,8 @@
 """Cold start from no engine to the first token, against the import of torch alone, in one run.
 
-    python -m bench.cold_start [--rounds 5] [--shape demo|S|M|L] [--precision float32|bfloat16|int8]
-    [--spare]
+    python -m bench.cold_start [--shape demo|S|M|L] [--precision float32|bfloat16|int8] [--spare]
 
-Each round measures in turn: `python -c "import torch"`; the engine worker alone, from its process
+Measures in turn: `python -c "import torch"`; the engine worker alone, from its process
 to its first token (`TorchEngine` in this process); and a request through the whole service without
 an engine: gRPC, key, admission, queue, start, first token. Stages are those reported to the client:
 `process` until Python runs in the worker, `import` of torch, `weights` until the first token. With
@@ -14,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,13 +29,15 @@ from api.cli.stack import run_stack
 from api.core.settings import DEMO_MODEL_NAME, Settings
 from api.fleet.fleet import torch_settings
 from bench import engine_streams as streams
-from bench.harness import children_of
+from bench.harness import Bench, Case, Cases, Figure, Values, main
 from bench.shapes import SHAPES, Precision, write_checkpoint
+from bench.site import children_of
 from inference.adapters.torch_engine import TorchEngine
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria, TokensGenerated
 
 IDLE_TIMEOUT_S = 0.3  # seconds; each round starts without an engine
 PROGRESS_INTERVAL_S = 0.02
+REPORTED = ("admission", "cold_start", "queue", "prefill")
 PROMPT = tuple(range(20, 84))
 WORKER = b"inference.adapters.torch_worker"
 
@@ -94,10 +95,7 @@ async def through_service(client: AsyncClient) -> ColdStart:
                 case _:
                     pass
     timings = stream.result.timings
-    found.reported = {
-        name: getattr(timings, name)
-        for name in ("admission_ms", "cold_start_ms", "queue_ms", "prefill_ms")
-    }
+    found.reported = {f"{name}_ms": getattr(timings, f"{name}_ms") for name in REPORTED}
     return found
 
 
@@ -120,8 +118,9 @@ def workers_below(pid: int) -> list[int]:
     return found
 
 
-async def measure(arguments: argparse.Namespace) -> None:
-    """Measure all rounds; print medians with ratios to the import of torch."""
+@contextlib.asynccontextmanager
+async def prepare(arguments: argparse.Namespace) -> AsyncIterator[Cases]:
+    """Run the service without an engine, and yield the ways to start one."""
     settings = Settings.from_environment()
     if arguments.shape != "demo":
         precision: Precision = "float32" if arguments.precision == "float32" else "bfloat16"
@@ -137,9 +136,6 @@ async def measure(arguments: argparse.Namespace) -> None:
         listen="127.0.0.1:0",
         database_url="",
     )
-    alone_ms: list[float] = []
-    bare_ms: list[float] = []
-    service: list[ColdStart] = []
     with tempfile.TemporaryDirectory(prefix="weir-bench-") as home:
         settings = settings.having(home=Path(home))
         async with run_stack(settings, lambda _: None) as stack:
@@ -147,56 +143,40 @@ async def measure(arguments: argparse.Namespace) -> None:
             async with AsyncClient(
                 address=connection.address, api_key=connection.api_key
             ) as client:
-                for _ in range(arguments.rounds):
-                    alone_ms.append(await asyncio.to_thread(import_torch_ms))
-                    bare_ms.append(await bare_worker_ms(settings))
+
+                async def alone() -> Values:
+                    return {"ms": await asyncio.to_thread(import_torch_ms)}
+
+                async def worker() -> Values:
+                    return {"ms": await bare_worker_ms(settings)}
+
+                async def request() -> Values:
                     await no_engine(os.getpid(), int(arguments.spare))
                     if arguments.spare:
                         await asyncio.sleep(4.0)  # until it has imported torch
-                    service.append(await through_service(client))
+                    found = await through_service(client)
                     await no_engine(os.getpid(), int(arguments.spare))
-    print_figures(alone_ms, bare_ms, service)
+                    stages = {f"at_{name}": at_ms for name, at_ms in found.stage_at_ms.items()}
+                    return {"ms": found.ttft_ms} | stages | found.reported
+
+                ways = {"import torch": alone, "worker alone": worker, "request, cold": request}
+                yield [Case("to the first token", ways)]
 
 
-def print_figures(alone_ms: list[float], bare_ms: list[float], service: list[ColdStart]) -> None:
-    """Print medians, their ratios to the import of torch, and the stages."""
-    alone, bare = statistics.median(alone_ms), statistics.median(bare_ms)
-    through = statistics.median(each.ttft_ms for each in service)
-    print(f"import torch alone            {alone:8.0f} ms   1.00")
-    print(f"host alone to first token     {bare:8.0f} ms   {bare / alone:.2f}")
-    print(
-        f"request to first token, cold  {through:8.0f} ms   {through / alone:.2f}   ({len(service)}"
-        " rounds)"
-    )
-    stages: dict[str, list[float]] = defaultdict(list)
-    for each in service:
-        for stage, at_ms in each.stage_at_ms.items():
-            stages[stage or "reported"].append(at_ms)
-    begins = ", ".join(
-        f"{stage} from {statistics.median(at):.0f} ms" for stage, at in stages.items()
-    )
-    print(f"stages, as reported to the client: {begins}")
-    names = service[0].reported
-    print(
-        "of it, as billed: "
-        + ", ".join(
-            f"{name} {statistics.median(each.reported[name] for each in service):.1f}"
-            for name in names
-        )
-    )
-
-
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this driver."""
     parser.add_argument("--shape", choices=("demo", *SHAPES), default="demo")
     parser.add_argument("--precision", choices=("float32", "bfloat16", "int8"), default="float32")
     parser.add_argument("--spare", action="store_true")
-    asyncio.run(measure(parser.parse_args()))
 
+
+FIGURES = {
+    "ms": Figure("ms"),
+    "at_": Figure("reported at, ms"),
+    **{f"at_{name}": Figure(f"{name} from, ms") for name in ("process", "import", "weights")},
+    **{f"{name}_ms": Figure(f"{name.replace('_', ' ')}, ms", ",.1f") for name in REPORTED},
+}
+BENCH = Bench(__doc__, FIGURES, prepare, add_options, rounds=5)
 
 if __name__ == "__main__":
-    main()
+    main(BENCH)

@@ -4,14 +4,16 @@ run.
 The workload is that of `design.md` section 8: 50 concurrent requests, 1,025 tokens in of which 200
 are shared, 150 out, greedy, end tokens ignored. It runs through the worker process and its
 protocol, as the API uses it, but without API or database. Weights are random, of the shapes in
-`bench/shapes.py`, and kept in a directory for the next run. Every round measures every engine once,
-in turn, so that variations of the machine affect all of them; prints medians over the rounds with
-their extremes. An engine that cannot be started ends the run before anything is measured.
+`bench/shapes.py`, and kept in a directory for the next run. An engine that cannot be started ends
+the run before anything is measured.
+
+Beside the speed of each engine stands the floor: the bytes that the workload must read and the
+operations that it must do, with the shared prefix computed once and read once in a step, at the
+bandwidth and at the rate of `torch.nn.Linear` measured just before that engine.
 
     python -m bench.engine [--shape S|M|L] [--precision float32|bfloat16|int8] [--requests 50]
-        [--rounds 3] [--threads N] [--poisson] [--torch] [--transformers 4] [--vllm-python
-        VENV/bin/python]
-        [--llama-server BINARY --llama-python VENV/bin/python] [--json PATH]
+        [--threads N] [--poisson] [--torch] [--transformers 4] [--vllm-python VENV/bin/python]
+        [--llama-server BINARY --llama-python VENV/bin/python]
 
 `--torch` adds our engine without native kernels, `--transformers n` that library's continuous
 batching on n of the requests. The other engines need environments of their own: `pip install
@@ -23,19 +25,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import contextlib
+import itertools
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from bench import engine_streams as streams
+from bench.floor import Limits, Work, decode_step, measure_linear, prefill
+from bench.harness import Bench, Case, Cases, Figure, Unusable, main
 from bench.peers import (
     PeerMissing,
     llama_cpp_version,
@@ -46,7 +51,8 @@ from bench.peers import (
 from bench.shapes import SHAPES, VOCABULARY_SIZE, Precision, Shape, write_checkpoint
 from common.cpus import usable_cpus
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
-from inference.doctor.embedded import instruction_sets, measure_bandwidth, processor_name
+from inference.core.options import ComputeDtype
+from inference.doctor.embedded import instruction_sets, measure_bandwidth
 from inference.engine import (
     GenerationRequest,
     SamplingParams,
@@ -66,7 +72,33 @@ STEP_TOKENS = 512  # same budget as our engine
 POISSON_LOAD = 0.7  # fraction of the requests per second measured with the concurrent workload
 
 Figures = dict[str, float]
-ComputeDtype = Literal["float32", "bfloat16", "int8"]
+LATENCIES = {"ttft": "TTFT", "itl": "gap"}
+FIGURES = {
+    "output_tokens_per_s": Figure("output tokens/s", ",.1f"),
+    "floor_tokens_per_s": Figure("floor, tokens/s", ",.1f", "no"),
+    "floor_share": Figure("share of the floor", ".0%", "no"),
+    "step_read_mb": Figure("a step reads, MB", compared="no"),
+    "step_gflop": Figure("a step does, GFLOP", ",.1f", "no"),
+    "prefill_gflop": Figure("all prompts, GFLOP", compared="no"),
+    "read_gb_per_s": Figure("bandwidth, GB/s", ",.1f", "no"),
+    "linear_gflops": Figure("Linear, GFLOPS", compared="no"),
+    "first_token_s": Figure("start to 1st token, s", ",.2f"),
+    "ttft_cold_ms": Figure("TTFT cold, ms", ",.1f"),
+    "ttft_warm_ms": Figure("TTFT cached, ms", ",.1f"),
+    "prefill_gflops": Figure("prefill, GFLOPS"),
+    "prefill_share": Figure("  share of the floor", ".0%", "no"),
+    "decode_short_tokens_per_s": Figure("one short, tokens/s", ",.1f"),
+    "decode_short_share": Figure("  share of the floor", ".0%", "no"),
+    "decode_long_tokens_per_s": Figure("one long, tokens/s", ",.1f"),
+    "decode_long_share": Figure("  share of the floor", ".0%", "no"),
+    "cached_token_count": Figure("cached input tokens", compared="no"),
+    **{
+        f"{kind}{key}_ms_{share}": Figure(f"{label}{name} {share}, ms", ",.1f")
+        for kind, label in {"": "", "poisson_": "at random: "}.items()
+        for key, name in LATENCIES.items()
+        for share in ("p50", "p99")
+    },
+}
 
 
 @dataclass(slots=True)
@@ -240,49 +272,44 @@ def measure_transformers(
     return {"output_tokens_per_s": token_count / (time.perf_counter() - begin_s)}
 
 
-def bandwidth_share(
-    shape: Shape, precision: ComputeDtype, context: int, tokens_per_s: float, bytes_per_s: float
-) -> float:
-    """Compute the share of the memory bandwidth that batch-1 decoding uses.
+def workload_floor(
+    shape: Shape, precision: ComputeDtype, request_count: int, limits: Limits
+) -> Figures:
+    """Compute the least work of the workload, and the tokens per second that it allows."""
+    work = prefill(shape, precision, SHARED_TOKENS)
+    own = prefill(shape, precision, PROMPT_TOKENS, SHARED_TOKENS)
+    work += Work(own.read_bytes, own.flop * request_count)  # a batch reads the weights once
+    prompts_gflop = work.flop / 1e9
+    for position in range(1, OUTPUT_TOKENS):  # the first token is that of the prompt
+        contexts = [PROMPT_TOKENS + position] * request_count
+        work += decode_step(shape, precision, contexts, SHARED_TOKENS)
+    middle = [PROMPT_TOKENS + OUTPUT_TOKENS // 2] * request_count
+    step = decode_step(shape, precision, middle, SHARED_TOKENS)
+    return {
+        "floor_tokens_per_s": request_count * OUTPUT_TOKENS / work.floor_s(limits),
+        "step_read_mb": step.read_bytes / 1e6,
+        "step_gflop": step.flop / 1e9,
+        "prefill_gflop": prompts_gflop,
+        "read_gb_per_s": limits.bytes_per_s / 1e9,
+        "linear_gflops": limits.flop_per_s / 1e9,
+    }
 
-    It reads all weights and on average `context` positions of KV per token.
-    """
-    weight_bytes = {"float32": 4, "bfloat16": 2, "int8": 1}[precision]
-    kv_bytes = {"float32": 4, "bfloat16": 2, "int8": 2}[precision]
-    kv = shape.kv_count_per_token * (context + ALONE_TOKENS / 2) * kv_bytes
-    return (shape.decode_weight_count * weight_bytes + kv) * tokens_per_s / bytes_per_s
 
-
-def measure_linear(shape: Shape, precision: Precision, thread_count: int) -> float:
-    """Measure the FLOP/s of `torch.nn.Linear` with a cold prompt's rows over one layer's matrices.
-
-    Query, key and value matrices are one product, gate and up matrices too, as engines join them.
-    Runs in a process of its own, whose threads do not wait beside the engine's.
-    """
-    sizes = list(shape.layer_matrices.values())
-    joined = [sizes[0:3], sizes[3:4], sizes[4:6], sizes[6:7]]
-    products = [(sum(rows for rows, _ in group), group[0][1]) for group in joined]
-    program = f"""
-import time, torch
-torch.set_num_threads({thread_count})
-total_s = operations = 0
-with torch.inference_mode():
-    for rows, columns in {products}:
-        layer = torch.nn.Linear(columns, rows, bias=False, dtype=torch.{precision})
-        left = torch.ones({PROMPT_TOKENS}, columns, dtype=torch.{precision})
-        best_s = 1e9
-        for _ in range(8):
-            began_s = time.perf_counter()
-            layer(left)
-            best_s = min(best_s, time.perf_counter() - began_s)
-        total_s += best_s
-        operations += 2 * {PROMPT_TOKENS} * rows * columns
-print(operations / total_s)
-"""
-    ended = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True
-    )
-    return float(ended.stdout)
+def with_floor(
+    figures: Figures, shape: Shape, precision: ComputeDtype, request_count: int, limits: Limits
+) -> Figures:
+    """Add the floor to the figures of an engine, and the share of it that the engine reaches."""
+    figures = figures | workload_floor(shape, precision, request_count, limits)
+    figures["floor_share"] = figures["output_tokens_per_s"] / figures["floor_tokens_per_s"]
+    for name, context in (("short", SHORT_CONTEXT), ("long", PROMPT_TOKENS)):
+        if speed := figures.get(f"decode_{name}_tokens_per_s"):
+            step = decode_step(shape, precision, [context + ALONE_TOKENS // 2])
+            figures[f"decode_{name}_share"] = step.floor_s(limits) * speed
+    if ttft_ms := figures.get("ttft_cold_ms"):
+        work = prefill(shape, precision, PROMPT_TOKENS)
+        figures["prefill_gflops"] = work.flop / ttft_ms / 1e6
+        figures["prefill_share"] = work.floor_s(limits) / ttft_ms * 1e3
+    return figures
 
 
 def stored_precision(precision: ComputeDtype) -> Precision:
@@ -294,97 +321,112 @@ def _percentile(values: list[float], percent: int) -> float:
     return sorted(values)[min(len(values) * percent // 100, len(values) - 1)]
 
 
-def measure_round(arguments: argparse.Namespace, checkpoint: Path, seed: int) -> dict[str, Figures]:
-    """Measure every engine once. Return figures by engine."""
+Peer = Callable[[dict[str, Any]], Figures | Awaitable[Figures]]
+
+
+def engines(arguments: argparse.Namespace, checkpoint: Path) -> Mapping[str, Peer]:
+    """Choose the engines to measure, ours first."""
     precision, threads = arguments.precision, arguments.threads
     stored = stored_precision(precision)
-    work = peer_work(seed, arguments.requests)
-    bandwidth = measure_bandwidth(threads)
-    ours = asyncio.run(
-        measure_engine(checkpoint, precision, work, threads, poisson=arguments.poisson)
-    )
-    shape = SHAPES[arguments.shape]
-    ours["read_gb_per_s"] = bandwidth / 1e9
-    for name, context in (("short", SHORT_CONTEXT), ("long", PROMPT_TOKENS)):
-        speed = ours[f"decode_{name}_tokens_per_s"]
-        ours[f"decode_{name}_bandwidth_share"] = bandwidth_share(
-            shape, precision, context, speed, bandwidth
-        )
-    prefill_flop = 2 * PROMPT_TOKENS * shape.layer_count * shape.layer_weight_count
-    ours["prefill_gflops"] = prefill_flop / ours["ttft_cold_ms"] / 1e6
-    ours["linear_gflops"] = measure_linear(shape, stored, threads) / 1e9
-    measured = {"weir": ours}
-    _note("weir", ours)
-    if arguments.torch:
+
+    async def torch_only(work: dict[str, Any]) -> Figures:
         os.environ["WEIR_NATIVE"] = "0"
-        measured["weir, torch only"] = asyncio.run(
-            measure_engine(checkpoint, precision, work, threads)
+        try:
+            return await measure_engine(checkpoint, precision, work, threads)
+        finally:
+            del os.environ["WEIR_NATIVE"]
+
+    found: dict[str, Peer] = {
+        "weir": lambda work: measure_engine(
+            checkpoint, precision, work, threads, poisson=arguments.poisson
         )
-        del os.environ["WEIR_NATIVE"]
-        _note("weir, torch only", measured["weir, torch only"])
+    }
+    if arguments.torch:
+        found["weir, torch only"] = torch_only
     if arguments.vllm_python:
-        measured["vllm"] = measure_vllm(arguments.vllm_python, checkpoint, stored, work, threads)
-        _note("vllm", measured["vllm"])
+        found["vllm"] = lambda work: measure_vllm(
+            arguments.vllm_python, checkpoint, stored, work, threads
+        )
     if arguments.llama_server:
-        measured["llama.cpp"] = measure_llama_cpp(
+        found["llama.cpp"] = lambda work: measure_llama_cpp(
             arguments.llama_server, arguments.llama_python, checkpoint, stored, work, threads
         )
-        _note("llama.cpp", measured["llama.cpp"])
     if arguments.transformers:
-        measured["transformers"] = measure_transformers(
+        found["transformers"] = lambda work: measure_transformers(
             checkpoint, stored, work, arguments.transformers, threads
         )
-        _note("transformers", measured["transformers"])
-    return measured
+    return found
+
+
+@contextlib.contextmanager
+def prepare(arguments: argparse.Namespace) -> Iterator[Cases]:
+    """Write the checkpoint, and yield the workload with the engines as its ways."""
+    shape, stored = SHAPES[arguments.shape], stored_precision(arguments.precision)
+    checkpoint = arguments.checkpoints / f"{arguments.shape}-{stored}"
+    write_checkpoint(checkpoint, shape, stored)
+
+    def way(name: str, peer: Peer) -> Callable[[], Awaitable[Figures]]:
+        seeds = itertools.count()
+        precision = arguments.precision if name.startswith("weir") else stored
+        count = arguments.transformers if name == "transformers" else arguments.requests
+
+        async def run() -> Figures:
+            limits = Limits(
+                measure_bandwidth(arguments.threads),
+                measure_linear(shape, stored, PROMPT_TOKENS, arguments.threads),
+            )
+            found = peer(peer_work(next(seeds), arguments.requests))
+            figures = found if isinstance(found, dict) else await found
+            return with_floor(figures, shape, precision, count, limits)
+
+        return run
+
+    ways = {name: way(name, peer) for name, peer in engines(arguments, checkpoint).items()}
+    yield [Case(f"{arguments.requests} requests, {arguments.shape}, {arguments.precision}", ways)]
 
 
 def describe_run(arguments: argparse.Namespace) -> dict[str, object]:
-    """Describe the machine, the work and the versions of the other engines.
+    """Describe the machine and the versions of the other engines.
 
-    Raises: PeerMissing if one of them cannot be started.
+    Raises: Unusable if one of them cannot be started.
     """
     versions = {}
-    if arguments.vllm_python:
-        versions["vllm"] = vllm_version(arguments.vllm_python)
-    if arguments.llama_server:
-        versions["llama.cpp"] = llama_cpp_version(arguments.llama_server, arguments.llama_python)
+    try:
+        if arguments.vllm_python:
+            versions["vllm"] = vllm_version(arguments.vllm_python)
+        if arguments.llama_server:
+            versions["llama.cpp"] = llama_cpp_version(
+                arguments.llama_server, arguments.llama_python
+            )
+    except PeerMissing as error:
+        raise Unusable(str(error)) from error
     if arguments.transformers:
         try:
             import transformers
         except ImportError as error:
-            raise PeerMissing(f"--transformers: {error}") from error
+            raise Unusable(f"--transformers: {error}") from error
         versions["transformers"] = transformers.__version__
     return {
-        "processor": processor_name(),
         "instruction_sets": instruction_sets(),
         "thread_count": arguments.threads,
-        "shape": arguments.shape,
-        "precision": arguments.precision,
-        "request_count": arguments.requests,
         "versions": versions,
     }
 
 
-def _note(name: str, figures: Figures) -> None:
-    """Print intermediate figures to stderr, as a round takes minutes."""
-    print(
-        name,
-        " ".join(f"{key}={value:,.2f}" for key, value in figures.items()),
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-def main() -> None:
-    """Print medians and extremes over the rounds, then the ratios of our engine to the others."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.engine", description=__doc__.split("\n", 1)[0] if __doc__ else None
-    )
+def add_checkpoint_options(parser: argparse.ArgumentParser, *precisions: str) -> None:
+    """Add the options of a checkpoint with random weights."""
     parser.add_argument("--shape", choices=SHAPES, default="M")
-    parser.add_argument("--precision", choices=("float32", "bfloat16", "int8"), default="bfloat16")
-    parser.add_argument("--requests", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--precision", choices=precisions, default="bfloat16")
     parser.add_argument("--threads", type=int, default=usable_cpus().count)
+    parser.add_argument(
+        "--checkpoints", type=Path, default=Path(tempfile.gettempdir()) / "weir-bench"
+    )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this driver."""
+    add_checkpoint_options(parser, "float32", "bfloat16", "int8")
+    parser.add_argument("--requests", type=int, default=50)
     parser.add_argument("--poisson", action="store_true")
     parser.add_argument("--torch", action="store_true")
     parser.add_argument("--transformers", type=int, default=0)
@@ -396,49 +438,9 @@ def main() -> None:
         type=lambda text: Path(text).absolute(),
         default=Path(sys.executable),
     )
-    parser.add_argument(
-        "--checkpoints", type=Path, default=Path(tempfile.gettempdir()) / "weir-bench"
-    )
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    try:
-        machine = describe_run(arguments)
-    except PeerMissing as error:
-        parser.error(str(error))
-    for name, value in machine.items():
-        print(f"{name}: {value}")
-    stored = stored_precision(arguments.precision)
-    checkpoint = arguments.checkpoints / f"{arguments.shape}-{stored}"
-    write_checkpoint(checkpoint, SHAPES[arguments.shape], stored)
-    rounds = []
-    for seed in range(arguments.rounds):
-        rounds.append(measure_round(arguments, checkpoint, seed))
-        print(
-            f"round {seed + 1}: "
-            + ", ".join(
-                f"{name} {line['output_tokens_per_s']:.0f}" for name, line in rounds[-1].items()
-            )
-        )
-    medians = {
-        name: {key: statistics.median(r[name][key] for r in rounds) for key in rounds[0][name]}
-        for name in rounds[0]
-    }
-    if arguments.json:
-        written = {"machine": machine, "rounds": rounds, "medians": medians}
-        arguments.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    for name, figures in medians.items():
-        print(f"\n{name}")
-        for key, value in figures.items():
-            values = [measured[name][key] for measured in rounds]
-            print(f"  {key:32} {value:12,.2f}   {min(values):,.2f} to {max(values):,.2f}")
-    for name in list(medians)[1:]:
-        ratio = medians["weir"]["output_tokens_per_s"] / medians[name]["output_tokens_per_s"]
-        print(f"\nweir / {name}: {ratio:.2f} times the output tokens per second")
-    print(
-        "\nTTFT, cold / warm:"
-        f" {medians['weir']['ttft_cold_ms'] / medians['weir']['ttft_warm_ms']:.1f}"
-    )
 
+
+BENCH = Bench(__doc__, FIGURES, prepare, add_options, ours_first=True, facts=describe_run)
 
 if __name__ == "__main__":
-    main()
+    main(BENCH)

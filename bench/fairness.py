@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -26,7 +28,8 @@ from weir_client import AsyncClient
 from api.cli.demo import percentile
 from api.cli.stack import create_key, ensure_tenant, open_sessions, run_stack
 from api.core.settings import DEMO_MODEL_NAME, Settings
-from metering.store import embedded_postgres
+from bench.harness import Bench, Case, Cases, Figure, Measure, Values, main
+from bench.site import database
 from metering.store.migrations_runner import migrate
 
 WARM_UP_SHARE = 0.2  # of a run: until the queue is in a steady state
@@ -121,82 +124,70 @@ async def run_tenants(
     return Run(quiet, flooding, (quiet.token_count + flooding.token_count) / counted_s)
 
 
-async def measure(load: Load) -> None:
-    """Measure all three runs and print the comparison."""
-    with tempfile.TemporaryDirectory(prefix="weir-bench-") as directory:
-        home = Path(directory)
-        server = await asyncio.to_thread(embedded_postgres.start, home / "postgres")
-        try:
-            await asyncio.to_thread(migrate, server.url)
-            async with open_sessions(server.url) as sessions:
-                for name in ("quiet", "flooding"):
-                    await ensure_tenant(sessions, name, "default")
-                keys = (
-                    await create_key(sessions, "quiet", "default", "bench", ("inference",)),
-                    await create_key(sessions, "flooding", "default", "bench", ("inference",)),
-                )
-            settings = Settings.from_environment().having(
-                home=home,
-                database_url=server.url,
-                listen="127.0.0.1:0",
+def values_of(run: Run) -> Values:
+    """Compute the figures of one run, of the quiet tenant and of both."""
+    return {
+        "ttft_p99_ms": percentile(run.quiet.ttfts_ms, 99),
+        "ttft_p50_ms": percentile(run.quiet.ttfts_ms, 50),
+        "queue_p50_ms": percentile(run.quiet.queues_ms, 50),
+        "request_count": len(run.quiet.ttfts_ms),
+        "tokens_per_s": run.tokens_per_s,
+    }
+
+
+@contextlib.asynccontextmanager
+async def prepare(options: argparse.Namespace) -> AsyncIterator[Cases]:
+    """Create both tenants, and yield the runs."""
+    load = Load(options.agents, options.flood, options.seconds, options.output_tokens)
+    seeds = itertools.count()
+    with database(None, options.directory) as url, tempfile.TemporaryDirectory() as home:
+        await asyncio.to_thread(migrate, url)
+        async with open_sessions(url) as sessions:
+            for name in ("quiet", "flooding"):
+                await ensure_tenant(sessions, name, "default")
+            keys = (
+                await create_key(sessions, "quiet", "default", "bench", ("inference",)),
+                await create_key(sessions, "flooding", "default", "bench", ("inference",)),
             )
-            runs = {}
-            cases: list[tuple[str, Literal["fair", "arrival"], bool]] = [
-                ("alone", "fair", False),
-                ("flooded, fair", "fair", True),
-                ("flooded, in order of arrival", "arrival", True),
-            ]
-            for index, (name, order, flooded) in enumerate(cases):
+        settings = Settings.from_environment().having(
+            home=Path(home), database_url=url, listen="127.0.0.1:0"
+        )
+
+        def way(order: Literal["fair", "arrival"], *, flooded: bool) -> Measure:
+            async def run() -> Values:
                 ordered = settings.having(queue_order=order)
-                runs[name] = await run_tenants(ordered, keys, load, flooded=flooded, seed=index)
-                print_run(name, runs[name])
-        finally:
-            await asyncio.to_thread(server.stop)
-    alone, fair, arrival = runs.values()
-    for percent in (50, 99):
-        ratio = percentile(fair.quiet.ttfts_ms, percent) / max(
-            percentile(alone.quiet.ttfts_ms, percent), 1e-9
-        )
-        print(
-            f"under a flood of {load.flood_factor} x, the quiet tenant's TTFT p{percent} is"
-            f" {ratio:.2f} x what it is alone"
-        )
-    print(
-        "throughput with the fair queue is"
-        f" {fair.tokens_per_s / max(arrival.tokens_per_s, 1e-9):.1%} of that in order of arrival"
-    )
+                seed = next(seeds)
+                return values_of(await run_tenants(ordered, keys, load, flooded=flooded, seed=seed))
+
+            return run
+
+        ways = {
+            "alone": way("fair", flooded=False),
+            "flooded, fair": way("fair", flooded=True),
+            "by arrival": way("arrival", flooded=True),
+        }
+        yield [Case(f"quiet tenant beside {load.flood_factor} times its load", ways)]
 
 
-def print_run(name: str, run: Run) -> None:
-    """Print the figures of one run."""
-    for tenant, seen in (("quiet", run.quiet), ("flooding", run.flooding)):
-        if not seen.ttfts_ms:
-            continue
-        p50, p99 = percentile(seen.ttfts_ms, 50), percentile(seen.ttfts_ms, 99)
-        queue = percentile(seen.queues_ms, 50)
-        print(
-            f"{name:29} {tenant:9} {len(seen.ttfts_ms):4} requests   TTFT p50 {p50:8.0f} ms   p99"
-            f" {p99:8.0f} ms   queue p50 {queue:8.0f} ms   both together {run.tokens_per_s:7.1f}"
-            " tokens/s"
-        )
-
-
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this driver."""
     parser.add_argument("--agents", type=int, default=4, help="number of the quiet tenant's agents")
     parser.add_argument(
         "--flood", type=int, default=20, help="the other tenant's agents, as a multiple"
     )
     parser.add_argument("--seconds", type=float, default=40.0, help="duration of each run")
     parser.add_argument("--output-tokens", type=int, default=50)
-    arguments = parser.parse_args()
-    asyncio.run(
-        measure(Load(arguments.agents, arguments.flood, arguments.seconds, arguments.output_tokens))
-    )
+    parser.add_argument("--directory", help="directory of the temporary database")
 
+
+FIGURES = {
+    "ttft_p99_ms": Figure("TTFT p99, ms"),
+    "ttft_p50_ms": Figure("TTFT p50, ms"),
+    "queue_p50_ms": Figure("in the queue p50, ms"),
+    "request_count": Figure("requests", compared="no"),
+    "tokens_per_s": Figure("tokens/s of both", ",.1f"),
+}
+BENCH = Bench(__doc__, FIGURES, prepare, add_options, rounds=1)
 
 if __name__ == "__main__":
-    main()
+    main(BENCH)

@@ -1,370 +1,362 @@
-"""Harness of the benchmarks of a running service: cores, database, processes, load and tables.
+"""Harness of the benchmarks: cases, rounds in turn with a baseline, noise, and one kind of table.
 
-A driver pins the server under test to one core, and everything else to another: PostgreSQL, engine
-workers, and the load process. CPU times of processes are read from `/proc`.
+A driver declares its figures and, on what it has opened, its cases: each measures the same figures
+in several ways, the first of which is the baseline. Each round measures every way of every case
+once, in alternating order, so that a change of the machine's load affects all of them. The table
+has medians over the rounds, ratios to the baseline, and the spread of the case's main figure.
+
+Every driver has these options:
+
+    --rounds N      rounds to measure
+    --json FILE     file for all figures of all rounds; `-` prints them instead of the table
+    --against TREE  another checkout of this project: each round runs this driver on the product of
+                    both trees, in processes of their own; the baseline is the other tree
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import asyncio
+import inspect
 import json
 import os
-import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    contextmanager,
+)
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, Literal
 
-import grpc
-import psycopg
+from common.cpus import usable_cpus
 
-from api.core.endpoint import read_endpoint
-from api.core.settings import Settings, bundled_models
-from metering.quotas.quota_rules import Payer
-from metering.store import embedded_postgres
-from metering.store.db import psycopg_conninfo
-from metering.store.migrations_runner import migrate
-from metering.tenants.authentication import hash_of, new_secret, prefix_of
+ROOT = Path(__file__).resolve().parent.parent
+NAME_WIDTH, VALUE_WIDTH, RATIO_WIDTH, SPREAD_WIDTH = 25, 10, 8, 8  # 79 columns for three ways
+WAYS_MAX = 3  # in one table
+SAMPLE_S = 1.0  # of the machine's load, before and after
+OTHER_WORK_MAX = 0.1  # of the usable CPUs; more than this is noise
+SPREAD_MAX = 0.15  # of a case's main figure between rounds; more than this is noise
 
-MODEL = "bench"
-START_MAX_S = 180.0  # far above a start on a busy machine
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-SERVING = b"\x08\x01"  # a serialized HealthCheckResponse
-QUOTAS = """
-INSERT INTO quotas (subject, subject_id, dimension, limit_value)
-SELECT subject, id, dimension, 1000000000000000
-FROM (VALUES ('organization', %(organization)s::uuid, 'cost_picos_per_month'),
-             ('organization', %(organization)s, 'tokens_per_month'),
-             ('project', %(project)s, 'requests_per_minute'),
-             ('api_key', %(key)s, 'tokens_per_minute'), ('api_key', %(key)s, 'concurrent_requests'))
-             AS v(subject, id, dimension)
-"""
-
-Processes = Mapping[str, Callable[[], list[int]]]  # process ids for separate CPU times, by name
+Values = Mapping[str, float]  # figures of one measurement, by key
+Measure = Callable[[], Values | Awaitable[Values]]
+Results = dict[str, dict[str, list[dict[str, float]]]]  # rounds, by case and by way
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
-    """Server under test: its address, its HTTP port (0 if it has none), and its processes."""
+class Figure:
+    """Row of the table: its label with the unit, its format, and how ways are compared."""
 
-    address: str
-    processes: Processes
-    http_port: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Core of the server under test, core of everything else, and database of a run.
-
-    `directory` is for temporary files; None means the system's.
-    """
-
-    core: int
-    other_core: int
-    database_url: str
-    directory: str | None = None
-
-    @contextlib.contextmanager
-    def home(self) -> Iterator[Path]:
-        """Create a temporary directory for an api process."""
-        with tempfile.TemporaryDirectory(prefix="weir-bench-", dir=self.directory) as home:
-            yield Path(home)
-
-    @contextlib.contextmanager
-    def simulated(
-        self, time_scale: float, *, profile: str | None = None, **more: Any
-    ) -> Iterator[Server]:
-        """Run an api process with a simulated engine. `more` has further settings."""
-        with self.home() as home:
-            settings = Settings.of(
-                database_url=self.database_url,
-                home=home,
-                listen="127.0.0.1:0",
-                models={MODEL: next(iter(bundled_models().values()))},
-                engine_device="simulated",
-                simulated_time_scale=time_scale,
-                **more,
-            )
-            with api_process(settings, self.core, self.other_core, profile) as server:
-                yield server
-
-    @contextlib.contextmanager
-    def baseline(self, module: str, **parameters: Any) -> Iterator[Server]:
-        """Run the bare server of a load module. The first line of its output is its address."""
-        command = [sys.executable, "-m", module, "echo", json.dumps(parameters)]
-        process = on_core(self.core, command, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        try:
-            address = process.stdout.readline().decode().strip()
-            yield Server(address, {"api": lambda: [process.pid]})
-        finally:
-            process.terminate()
-            process.wait()
+    label: str
+    form: str = ",.0f"
+    compared: Literal["ratio", "difference", "no"] = "ratio"
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """Table printed line by line: a name, and columns with heading and format (`{:>9,.0f}`)."""
+class Case:
+    """Case to measure: its ways by name, the baseline first."""
 
-    name_width: int
-    columns: Sequence[tuple[str, str]]
-
-    def print_head(self, name: str = "") -> None:
-        """Print the headings."""
-        cells = [f"{heading:>{len(form.format(0.0))}}" for heading, form in self.columns]
-        print(" ".join([f"{name:<{self.name_width}}", *cells]), flush=True)
-
-    def print_row(self, name: str, *values: float | None) -> None:
-        """Print one line. A cell is blank if it is None or has no value."""
-        cells = [
-            " " * len(form.format(0.0)) if value is None else form.format(value)
-            for value, (_, form) in zip(values, self.columns, strict=False)
-        ]
-        print(" ".join([f"{name:<{self.name_width}}", *cells]).rstrip(), flush=True)
+    name: str
+    ways: Mapping[str, Measure]
 
 
-def options_of(description: str | None, seconds: float) -> argparse.ArgumentParser:
-    """Build a parser with the options of all drivers. `seconds` is the default length of a case."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=seconds, help="per case (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--directory", help="directory of the temporary database (default: the system's)"
-    )
-    return parser
+Cases = Sequence[Case]
 
 
-@contextlib.contextmanager
-def new_site(directory: str | None) -> Iterator[Site]:
-    """Claim the two cores, and run a temporary, migrated database."""
-    core, other_core = claim_cores()
-    with database(None, directory) as url:
-        migrate(url)
-        yield Site(core, other_core, url, directory)
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Declaration of a driver.
 
-
-@contextlib.contextmanager
-def database(database_url: str | None, directory: str | None) -> Iterator[str]:
-    """Yield the URL of the named database, or of a temporary server under `directory`."""
-    if database_url:
-        yield database_url
-        return
-    home = Path(tempfile.mkdtemp(prefix="weir-bench-", dir=directory))
-    running = embedded_postgres.start(home / "postgres")
-    try:
-        yield running.url
-    finally:
-        running.stop()
-        shutil.rmtree(home, ignore_errors=True)
-
-
-def create_tenants(database_url: str, count: int) -> list[Payer]:
-    """Create tenants with a key and five quotas each, and a price for the model."""
-    tenants = []
-    with psycopg.connect(psycopg_conninfo(database_url)) as connection:
-        connection.execute(
-            "INSERT INTO price_versions (model, currency_code, input_picos_per_token,"
-            " cached_input_picos_per_token, output_picos_per_token, effective_at) VALUES (%s,"
-            " 'USD', 3, 1, 7, now()) ON CONFLICT DO NOTHING",
-            (MODEL,),
-        )
-        for _ in range(count):
-            payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
-            name = f"bench-{payer.organization_id.hex}"
-            ids = {
-                "organization": payer.organization_id,
-                "project": payer.project_id,
-                "key": payer.api_key_id,
-            }
-            values = ids | {"name": name, "hash": payer.api_key_id.bytes * 2}
-            connection.execute(
-                "INSERT INTO organizations (id, name, currency_code) VALUES (%(organization)s,"
-                " %(name)s, 'USD')",
-                values,
-            )
-            connection.execute(
-                "INSERT INTO projects (id, organization_id, name) VALUES (%(project)s,"
-                " %(organization)s, 'bench')",
-                values,
-            )
-            connection.execute(
-                "INSERT INTO api_keys (id, project_id, name, prefix, secret_hash, scopes) "
-                "VALUES (%(key)s, %(project)s, 'bench', %(name)s, %(hash)s, '{inference}')",
-                values,
-            )
-            connection.execute(QUOTAS, ids)
-            tenants.append(payer)
-    return tenants
-
-
-def create_keys(database_url: str, count: int) -> list[str]:
-    """Create tenants with five quotas each, and return the secrets of their keys."""
-    tenants = create_tenants(database_url, count)
-    secrets = [new_secret() for _ in tenants]
-    with psycopg.connect(psycopg_conninfo(database_url)) as connection:
-        for payer, secret in zip(tenants, secrets, strict=True):
-            connection.execute(
-                "UPDATE api_keys SET secret_hash = %s, prefix = %s WHERE id = %s",
-                (hash_of(secret), prefix_of(secret), payer.api_key_id),
-            )
-    return secrets
-
-
-@contextlib.contextmanager
-def api_process(
-    settings: Settings, core: int, other_core: int, profile: str | None = None
-) -> Iterator[Server]:
-    """Run an api process, with its engine workers on the other core.
-
-    `profile` is the file for a profile of the process, which slows it down.
+    `prepare` opens what is measured and yields the cases. The first figure is the main one of each
+    case that has it. `ours_first` divides the first way by the others, instead of the others by
+    the first. Figures of a driver that is not `is_timed` do not depend on the machine's load.
+    `passed` judges the results, for the exit status. `facts` describes the run.
     """
-    command = [sys.executable, "-m", "api"]
-    if profile:
-        command = [sys.executable, "-m", "cProfile", "-o", profile, "-m", "api"]
-    log = settings.home / "api.log"
-    with log.open("wb") as out:
-        process = on_core(
-            core, command, env={**os.environ, **settings.to_environment()}, stdout=out, stderr=out
+
+    doc: str | None
+    figures: Mapping[str, Figure]
+    prepare: Callable[
+        [argparse.Namespace], AbstractContextManager[Cases] | AbstractAsyncContextManager[Cases]
+    ]
+    add_options: Callable[[argparse.ArgumentParser], object] = lambda _: None
+    rounds: int = 3
+    ours_first: bool = False
+    is_timed: bool = True
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    facts: Callable[[argparse.Namespace], Mapping[str, object]] = lambda _: {}
+    passed: Callable[[Results], bool] = lambda _: True
+
+
+class Unusable(Exception):
+    """The options cannot be measured: the message names the option, and the remedy."""
+
+
+def note(text: str) -> None:
+    """Print a line beside the figures: progress, or what a table cannot hold."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def processor_name() -> str:
+    """Read the model of the processor, as the system names it."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "unknown processor"
+
+
+def busy_cores(seconds: float = SAMPLE_S) -> float:
+    """Measure how many CPUs of the machine are busy while this process sleeps."""
+
+    def used_s() -> float:
+        user, nice, system, _, _, *others = map(
+            int, Path("/proc/stat").read_text(encoding="utf-8").partition("\n")[0].split()[1:9]
         )
-    try:
-        address = wait_for(lambda: read_endpoint(settings.home).address or None, process, log)
-        wait_for(lambda: is_serving(address) or None, process, log)
-        pin(children_of(process.pid), other_core)
-        postgres = postgres_pid(settings.database.url)
-        processes = {
-            "api": lambda: [process.pid],
-            "engine": lambda: children_of(process.pid),
-            "postgres": lambda: [postgres, *children_of(postgres)],
-        }
-        http_port = urlsplit(read_endpoint(settings.home).openai_url).port
-        yield Server(address, processes, http_port or 0)
-    finally:
-        process.terminate()
-        process.wait()
+        return (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
+
+    before_s, began_at = used_s(), time.monotonic()
+    time.sleep(seconds)
+    return (used_s() - before_s) / (time.monotonic() - began_at)
 
 
-def is_serving(address: str) -> bool:
-    """Ask the health service whether the server is ready."""
-    with grpc.insecure_channel(address) as channel, contextlib.suppress(grpc.RpcError):
-        # No serializers: bytes in both directions.
-        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
-        return bool(check(b"", timeout=5) == SERVING)
-    return False
+async def measure(cases: Cases, rounds: int, figures: Mapping[str, Figure]) -> Results:
+    """Measure all cases in every round; every second round begins with the last way."""
+    results: Results = {case.name: {way: [] for way in case.ways} for case in cases}
+    for number in range(rounds):
+        for case in cases:
+            ways = list(case.ways.items())
+            for way, run in ways[::-1] if number % 2 else ways:
+                found = run()
+                values = await found if inspect.isawaitable(found) else found
+                results[case.name][way].append(dict(values))
+                shown = next(key for key in figures if key in values)
+                form = figures[shown].form
+                note(
+                    f"round {number + 1}, {case.name}, {way}: {values[shown]:{form}}"
+                    f" {figures[shown].label}"
+                )
+    return results
 
 
-def wait_for(condition: Callable[[], Any], process: subprocess.Popen[bytes], log: Path) -> Any:
-    """Poll a condition until its value is not None, and return that value.
-
-    Raises: RuntimeError with the end of the log if the process ends before, or takes too long.
-    """
-    deadline = time.monotonic() + START_MAX_S
-    while (value := condition()) is None:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the process does not serve:\n{log.read_text()[-4000:]}")
-        time.sleep(0.01)
-    return value
+@contextmanager
+def product_of(tree: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield a working directory and an environment: these benchmarks on the product of a tree."""
+    with tempfile.TemporaryDirectory(prefix="weir-bench-") as folder:
+        Path(folder, "bench").symlink_to(ROOT / "bench", target_is_directory=True)
+        paths = [folder, str(tree), str(tree / "sdk/python/src")]
+        yield folder, os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def run_load(
-    module: Sequence[str],
-    parameters: Mapping[str, Any],
-    processes: Processes,
-    *,
-    is_marked: bool = True,
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """Run a load process on this process's core.
-
-    Returns its report, and the CPU time of the processes in seconds by name: between the lines
-    "begin" and "end" of its output, or, unless `is_marked`, of the whole run. Raises: RuntimeError
-    if it fails, or reports failures.
-    """
-    command = [sys.executable, "-m", *module, json.dumps(parameters)]
-
-    def used_s() -> dict[str, float]:
-        return {name: cpu_s(pids()) for name, pids in processes.items()}
-
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as load:
-        assert load.stdout is not None
-        marks = [used_s()]
-        for _ in range(2 if is_marked else 0):
-            load.stdout.readline()
-            marks.append(used_s())
-        out = load.stdout.read()
-    if load.returncode or not out:
-        raise RuntimeError("the load process failed")
-    if not is_marked:
-        marks.append(used_s())
-    report: dict[str, Any] = json.loads(out)
-    if report["failures"]:
-        raise RuntimeError(
-            f"{len(report['failures'])} requests failed, the first: {report['failures'][0]}"
-        )
-    return report, {name: marks[-1][name] - marks[-2][name] for name in processes}
+def measure_trees(module: str, arguments: Sequence[str], other: Path, rounds: int) -> Results:
+    """Run a driver's rounds on the product of another tree and of this one, in turn."""
+    results: Results = {}
+    for number in range(rounds):
+        trees = [("before", other), ("now", ROOT)]
+        for name, tree in trees[::-1] if number % 2 else trees:
+            note(f"round {number + 1}: {tree}")
+            command = [sys.executable, "-m", module, *arguments]
+            command += ["--against=", "--rounds=1", "--json=-"]
+            with product_of(tree) as (folder, environment):
+                ended = subprocess.run(
+                    command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+                )
+            if not ended.stdout:
+                raise Unusable(f"--against {other}: {module} gives no figures on {tree}")
+            for case, ways in json.loads(ended.stdout)["rounds"].items():
+                for way, rows in ways.items():
+                    both = results.setdefault(f"{case}: {way}", {"before": [], "now": []})
+                    both[name] += rows
+    return results
 
 
-def claim_cores() -> tuple[int, int]:
-    """Choose a core for the server under test and pin this process to another. Return both."""
-    core, *_, other_core = sorted(os.sched_getaffinity(0)) * 2
-    if core == other_core:
-        print("there is only one core: client and database share it with the api process")
-    os.sched_setaffinity(0, {other_core})
-    return core, other_core
+def medians(rows: Sequence[Values]) -> dict[str, float]:
+    """Compute the median of each figure over the rounds."""
+    return {key: statistics.median(row[key] for row in rows if key in row) for key in rows[0]}
 
 
-def on_core(core: int, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a process pinned to this core."""
-    return subprocess.Popen(command, preexec_fn=lambda: os.sched_setaffinity(0, {core}), **options)
+def spread(values: Sequence[float]) -> float:
+    """Compute the distance of the extremes, as a share of the median."""
+    return (max(values) - min(values)) / max(abs(statistics.median(values)), 1e-12)
 
 
-def pin(pids: Sequence[int], core: int) -> None:
-    """Pin every thread of running processes to one core."""
-    for pid in pids:
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(int(thread.name), {core})
+def compare(ways: Mapping[str, list[dict[str, float]]], key: str, way: str, ours: bool) -> Any:
+    """Return the ratio of a way to the baseline in each round; `ours` inverts it."""
+    base = next(iter(ways.values()))
+    pairs = zip(ways[way], base, strict=True)
+    ratios = [one[key] / (two[key] or 1e-12) for one, two in pairs if key in one and key in two]
+    return [1 / (ratio or 1e-12) for ratio in ratios] if ours else ratios
 
 
-def children_of(pid: int) -> list[int]:
-    """Find the running child processes of a process."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):
-            found += map(int, (task / "children").read_text().split())
+def spread_of(ways: Mapping[str, list[dict[str, float]]], key: str, ours: bool) -> float:
+    """Compute the spread of a figure: of its ratios, or of its values if there is one way."""
+    found = [compare(ways, key, way, ours) for way in list(ways)[1:]]
+    if not any(found):
+        found = [[row[key] for row in rows if key in row] for rows in ways.values()]
+    return max(spread(each) for each in found if each)
+
+
+def table(
+    name: str, ways: Mapping[str, list[dict[str, float]]], bench: Bench, ours: bool
+) -> Iterator[str]:
+    """Format a case: figures as rows, ways as columns, each with its ratio to the baseline."""
+    base, *others = ways
+    for start in range(0, max(len(others), 1), WAYS_MAX - 1):
+        shown = others[start : start + WAYS_MAX - 1]
+        head = "".join(f"{way:>{VALUE_WIDTH + RATIO_WIDTH}}" for way in shown)
+        yield f"\n{name}"
+        yield f"{base:>{NAME_WIDTH + VALUE_WIDTH}}{head}{'spread':>{SPREAD_WIDTH}}"
+        values = {way: medians(ways[way]) for way in (base, *shown)}
+        part = {way: ways[way] for way in values}
+        for key, figure in bench.figures.items():
+            if not any(key in each for each in values.values()):
+                continue
+            line = f"  {figure.label:{NAME_WIDTH - 2}}"
+            for way, each in values.items():
+                value = each.get(key)
+                line += f"{'' if value is None else format(value, figure.form):>{VALUE_WIDTH}}"
+                if way != base:
+                    line += f"{compared(part, key, way, figure, ours):>{RATIO_WIDTH}}"
+            if len(next(iter(ways.values()))) > 1:
+                line += f"{spread_of(part, key, ours):>{SPREAD_WIDTH}.0%}"
+            yield line.rstrip()
+
+
+def compared(
+    ways: Mapping[str, list[dict[str, float]]], key: str, way: str, figure: Figure, ours: bool
+) -> str:
+    """Format a comparison of a way with the baseline: the median of the rounds' ratios."""
+    base = next(iter(ways))
+    if figure.compared == "no" or not (ratios := compare(ways, key, way, ours)):
+        return ""
+    if figure.compared == "difference":
+        return f"{medians(ways[way])[key] - medians(ways[base])[key]:+{figure.form}}"
+    return f"{statistics.median(ratios):.2f}x"
+
+
+def noise(
+    results: Results, bench: Bench, ours: bool, other_work: Sequence[float], cpu_count: int
+) -> list[str]:
+    """List the reasons why the figures of a run are not to be relied on."""
+    found, limit = list[str](), OTHER_WORK_MAX * cpu_count
+    if not bench.is_timed:
+        return found
+    if max(other_work) > limit:
+        found.append(f"other work took up to {max(other_work):.1f} CPUs, above {limit:.1f}")
+    for name, ways in results.items():
+        first = next(iter(ways.values()))
+        key = next(key for key in bench.figures if key in first[0])
+        if len(first) > 1 and (share := spread_of(ways, key, ours)) > SPREAD_MAX:
+            found.append(f"{name}: {bench.figures[key].label} spreads by {share:.0%}")
     return found
 
 
-def cpu_s(pids: Sequence[int]) -> float:
-    """Sum user and system time of processes and their ended children, in steps of `TICK_S`."""
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            total += sum(map(int, status_fields(pid)[11:15]))
-    return total * TICK_S
+async def collect(bench: Bench, options: argparse.Namespace) -> Results:
+    """Open what a driver measures, and measure it."""
+    async with AsyncExitStack() as stack:
+        prepared = bench.prepare(options)
+        if isinstance(prepared, AbstractAsyncContextManager):
+            cases = await stack.enter_async_context(prepared)
+        else:
+            cases = stack.enter_context(prepared)
+        return await measure(cases, options.rounds, bench.figures)
 
 
-def postgres_pid(database_url: str) -> int:
-    """Find the main process of a PostgreSQL server on this machine, parent of its connections."""
-    with psycopg.connect(psycopg_conninfo(database_url)) as connection:
-        row = connection.execute("SELECT pg_backend_pid()").fetchone()
-        assert row is not None
-        return int(status_fields(row[0])[1])
+def without_own_options(arguments: Sequence[str]) -> list[str]:
+    """Leave out the options that the runs on two trees do not get."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--against", "--rounds", "--json"):
+        own.add_argument(name)
+    return own.parse_known_args(arguments)[1]
 
 
-def status_fields(pid: int) -> list[str]:
-    """Read the fields of `/proc/<pid>/stat` from the state on, which is field 3 of proc(5)."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+def program_name() -> str:
+    """Return the name of the driver that runs, as `python -m` takes it."""
+    spec = sys.modules["__main__"].__spec__
+    assert spec is not None, "a driver is run by python -m"
+    return spec.name
 
 
-def quantile_ms(values_s: Sequence[float], share: float) -> float:
-    """Compute a quantile of values in seconds, in ms."""
-    return sorted(values_s)[int(share * (len(values_s) - 1))] * 1000 if values_s else float("nan")
+def main(bench: Bench) -> None:
+    """Parse the command line, measure, print the tables, and exit with the driver's verdict."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program_name()}",
+        description=bench.doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench.add_options(parser)
+    parser.add_argument(
+        "--rounds", type=int, default=bench.rounds, help="to measure (default: %(default)s)"
+    )
+    parser.add_argument("--json", help="file for the figures of all rounds; - prints them instead")
+    parser.add_argument(
+        "--against",
+        metavar="TREE",
+        help="another checkout: measures its product and this one's in turn",
+    )
+    options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    if options.against and not Path(options.against, "api").is_dir():
+        parser.error(f"--against must be a checkout of this project, got {options.against}")
+    try:
+        cpu_count = usable_cpus().count  # before this process is pinned to one
+        facts = {"processor": processor_name(), "cpu_count": cpu_count, **bench.facts(options)}
+        other_work = [busy_cores()]
+        if options.against:
+            other, arguments = Path(options.against).resolve(), without_own_options(sys.argv[1:])
+            results = measure_trees(program_name(), arguments, other, options.rounds)
+        else:
+            with asyncio.Runner(loop_factory=bench.loop_factory) as runner:
+                results = runner.run(collect(bench, options))
+        other_work.append(busy_cores())
+    except Unusable as error:
+        parser.error(str(error))
+    facts["other_work"] = "{:.1f} CPUs before, {:.1f} after".format(*other_work)
+    ours = bench.ours_first and not options.against
+    report(bench, options, facts, results, noise(results, bench, ours, other_work, cpu_count))
+    sys.exit(not bench.passed(results))
+
+
+def report(
+    bench: Bench,
+    options: argparse.Namespace,
+    facts: Mapping[str, object],
+    results: Results,
+    noisy: Sequence[str],
+) -> None:
+    """Print the tables with the load of the machine, and write the figures as JSON."""
+    ours = bench.ours_first and not options.against
+    written = {
+        "facts": dict(facts),
+        "options": {name: str(value) for name, value in vars(options).items()},
+        "noise": noisy,
+        "rounds": results,
+        "medians": {
+            case: {way: medians(rows) for way, rows in ways.items()}
+            for case, ways in results.items()
+        },
+    }
+    text = json.dumps(written, indent=2) + "\n"
+    if options.json == "-":
+        print(text, end="")
+        return
+    if options.json:
+        Path(options.json).write_text(text, encoding="utf-8")
+    for name, value in facts.items():
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+        print(textwrap.fill(f"{name.replace('_', ' ')}: {shown}", 80, subsequent_indent="  "))
+    print(f"medians of {options.rounds} rounds; a spread is that of the ratios of the rounds")
+    for case, ways in results.items():
+        for line in table(case, ways, bench, ours):
+            print(line)
+    print()
+    for reason in noisy:
+        print(f"NOISY: {reason}")
+    if noisy:
+        print("Do not publish these figures: run the command again on a quiet machine.")

@@ -3,7 +3,8 @@
 A client reads paced event streams of chats; an aiohttp server sends the same events at the same
 pace without a backend.
 
-    python -m bench.http_api_load client '{"host": …}' | echo '{"step_s": …}'
+    python -m bench.http_api_load client < LOAD.json
+    python -m bench.http_api_load echo '{"step_s": …}'
 """
 
 from __future__ import annotations
@@ -12,16 +13,13 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import time
-import uuid
 from dataclasses import dataclass, field
-from typing import Any
 
-import grpc
 from aiohttp import web
-from weir.v1 import inference_service_pb2 as pb
 
-from bench.streams_load import METHOD, Stepped, run_end
+from bench.grpc_load import Stepped, run_end
 
 LONG_TOKENS, PROBE_TOKENS, PROBES = 1500, 2, 4
 CONTENT = b'"delta":{"content":'
@@ -43,9 +41,8 @@ class Load:
     """Load of a client.
 
     `short_tokens` is the length of consecutive answers on each connection. With 0, answers are
-    long, and probes follow beside them, as in `bench.streams_load`. With `grpc_address`, short
-    answers are requested over gRPC instead. `whole` asks for unstreamed answers. `period_s` is the
-    minimum time between the starts of two short answers; 0 for none.
+    long, and probes follow beside them, as in `bench.grpc_load`. `whole` asks for unstreamed
+    answers. `period_s` is the minimum time between the starts of two short answers; 0 for none.
     """
 
     host: str
@@ -60,7 +57,6 @@ class Load:
     short_tokens: int = 0
     whole: bool = False
     period_s: float = 0.0
-    grpc_address: str = ""
 
 
 @dataclass(slots=True)
@@ -86,8 +82,7 @@ class Client:
         """Warm up, then count. Print a line when counting begins and when it ends."""
         load = self._load
         async with asyncio.TaskGroup() as tasks:
-            work = self._call_short if load.grpc_address else self._ask_long
-            streams = [tasks.create_task(work()) for _ in range(load.stream_count)]
+            streams = [tasks.create_task(self._ask_long()) for _ in range(load.stream_count)]
             await asyncio.sleep(1.0 + load.warm_up_s)
             self._counting, cpu = True, time.process_time()
             print("begin", flush=True)
@@ -111,7 +106,9 @@ class Client:
         while True:
             due = max(due + self._load.period_s, time.perf_counter())
             writer.write(request)
-            ended, tail = False, b""
+            ended, tail = self._load.whole, b""
+            if self._load.whole:
+                await self._read_whole(reader)
             while not ended:
                 data = tail + await self._read(reader)
                 if self._counting:
@@ -137,31 +134,14 @@ class Client:
                     seen = True
                     self._seen.ttft_ms.append((time.perf_counter() - sent_at) * 1000)
 
-    async def _call_short(self) -> None:
-        """Request the short chats over gRPC, on a separate stream."""
-        load = self._load
-        chat = pb.Conversation(messages=[pb.Message(role=pb.ROLE_USER, content=load.prompt)])
-        start = pb.StartFrame(
-            model=load.model,
-            conversation=chat,
-            max_output_tokens=load.short_tokens,
-            ignore_eos=True,
-        )
-        options = (("grpc.use_local_subchannel_pool", 1),)
-        async with grpc.aio.insecure_channel(load.grpc_address, options) as channel:
-            # No serializers: bytes in both directions.
-            open_stream: Any = channel.stream_stream(METHOD)
-            call = open_stream(metadata=(("authorization", f"Bearer {load.api_key}"),))
-            while True:
-                requested = pb.ClientFrame(request_id=str(uuid.uuid4()), start=start)
-                await call.write(pb.GenerateRequest(frames=[requested]).SerializeToString())
-                ended = False
-                while not ended:
-                    for frame in pb.GenerateResponse.FromString(await call.read()).frames:
-                        ended = ended or frame.HasField("finished")
-                        if frame.HasField("failed"):
-                            self._seen.failures.append(frame.failed.status.message)
-                self._seen.request_count += self._counting
+    async def _read_whole(self, reader: asyncio.StreamReader) -> None:
+        """Read an unstreamed answer, which has a length."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
+        if length is None or b" 200 " not in head[:16]:
+            self._seen.failures.append(head[:300].decode(errors="replace"))
+            raise ConnectionError(f"not a whole answer: {head[:300]!r}")
+        await reader.readexactly(int(length[1]))
 
     async def _read(self, reader: asyncio.StreamReader) -> bytes:
         data = await reader.read(65_536)

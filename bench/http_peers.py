@@ -1,15 +1,14 @@
 """Weir's HTTP API beside other gateways on one workload: CPU, added latency, limits, lost records.
 
-    python -m bench.http_peers [--litellm PYTHON] [--smg] [--seconds 6] [--json FILE]
-    [--directory /dev/shm]
+    python -m bench.http_peers [--litellm PYTHON] [--smg] [--seconds 6] [--directory /dev/shm]
 
 `--litellm` is the interpreter of an environment with `litellm[proxy]`, which is not a dependency.
 `--smg` adds SMG, a gateway in Rust that checks one key and passes requests on, without quotas and
-records: the row shows what only passing on costs. It is installed as `python -m infra.peers smg`
-does, and left out with the reason where that fails.
+records: it shows what only passing on costs. It is installed as `python -m infra.peers smg`
+does.
 Each gateway has a core of its own. The other core has the client, PostgreSQL, Weir's engine worker
 and the upstream: a server that takes `--step-ms` per token. Weir uses it as a remote engine; the
-row "simulated" is Weir with its simulated engine of the same speed instead.
+column "simulated" is Weir with its simulated engine of the same speed instead.
 
 1. Answers of 16 tokens, whole and streamed, on `--connections` connections: requests per second of
    CPU, of the process that serves HTTP, and of all processes of the gateway.
@@ -37,7 +36,9 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +46,20 @@ import psycopg
 
 from api.core.endpoint import forget_endpoint
 from api.core.settings import Settings, bundled_models
-from bench.harness import (
+from bench.harness import Bench, Case, Cases, Figure, Measure, Unusable, Values, main, note
+from bench.http_peers_load import MODEL, TOKEN
+from bench.peers import free_port
+from bench.site import (
     Server,
     Site,
+    add_site_options,
     api_process,
     cpu_s,
     create_keys,
     new_site,
     on_core,
-    options_of,
     wait_for,
 )
-from bench.http_peers_load import MODEL, TOKEN
 from inference.core.options import CostModel
 from inference.text.tokenizer import Tokenizer
 from infra.clients import ClientFailed
@@ -69,6 +72,7 @@ PROMPT = " ".join(["hotel"] * 25)
 BURST, LIMIT = 500, 100
 KILL_TRIALS, KILL_AFTER_COUNT = 3, 500
 SINK_WAIT_S = 1.0  # for records that LiteLLM sent before it was killed
+JOURNAL_WAIT_S = 30.0  # for another usage event from the journal
 START_MAX_S = 120.0
 MINUTE_LEFT_MIN_S = 20.0  # a burst must not reach into the next minute
 MASTER_KEY = "sk-bench"
@@ -98,31 +102,6 @@ class Running:
     serving: Callable[[], list[int]]
     others: Callable[[], list[int]] = list
     body: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """Requests per second in one case, and CPU per request in µs.
-
-    `serving_us` is that of the process that serves HTTP, `total_us` that of all processes of the
-    gateway.
-    """
-
-    requests_per_s: float
-    serving_us: float
-    total_us: float
-
-    @property
-    def per_core(self) -> float:
-        """Requests per second of CPU of the serving process."""
-        return 1e6 / self.serving_us
-
-
-def free_port() -> int:
-    """Find a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -258,14 +237,13 @@ def smg(site: Site, python: Path, upstream_port: int) -> Iterator[Running]:
         yield Running("SMG", [port], MASTER_KEY, lambda: pids)
 
 
-def smg_python() -> Path | None:
-    """Install SMG unless it is installed. Return its interpreter; on failure, print why."""
+def smg_python() -> Path:
+    """Install SMG unless it is installed. Return its interpreter. Raises: Unusable."""
     peer = PEERS["smg"]
     try:
-        print(f"SMG {install(peer)}", flush=True)
+        note(f"SMG {install(peer)}")
     except ClientFailed as failed:
-        print(f"SMG is not measured: {failed}", flush=True)
-        return None
+        raise Unusable(f"--smg: {failed}") from failed
     return peer.installed_at
 
 
@@ -292,8 +270,9 @@ def seen_by(process: subprocess.Popen[str]) -> dict[str, Any]:
     return seen
 
 
-def rate(gateway: Running, connection_count: int, seconds: float, *, streams: bool) -> Rate:
-    """Measure consecutive requests on many connections."""
+def rate(gateway: Running, name: str, connection_count: int, seconds: float) -> Values:
+    """Measure consecutive whole or streamed requests on many connections."""
+    streams = name == "streamed"
     load = {"connection_count": connection_count, "seconds": seconds, "streams": streams}
     process = client(gateway, "rate", **load)
     assert process.stdout is not None
@@ -302,10 +281,12 @@ def rate(gateway: Running, connection_count: int, seconds: float, *, streams: bo
         process.stdout.readline()  # "begin", then "end"
         marks.append((cpu_s(gateway.serving()), cpu_s(gateway.others())))
     seen = seen_by(process)
-    serving_us, others_us = (
-        (after - before) * 1e6 / seen["request_count"] for before, after in zip(*marks, strict=True)
-    )
-    return Rate(seen["request_count"] / seen["wall_s"], serving_us, serving_us + others_us)
+    serving_s, others_s = (after - before for before, after in zip(*marks, strict=True))
+    return {
+        f"{name}_per_core": seen["request_count"] / serving_s,
+        f"{name}_per_cpu": seen["request_count"] / (serving_s + others_s),
+        f"{name}_per_s": seen["request_count"] / seen["wall_s"],
+    }
 
 
 def ttft_ms(gateway: Running, seconds: float) -> float:
@@ -344,17 +325,17 @@ def weir_lost(site: Site, settings: Mapping[str, Any], key: str) -> tuple[int, i
         weir(site, settings, key),  # a new process reads the journal
         psycopg.connect(psycopg_conninfo(settings["database_url"])) as connection,
     ):
-        deadline, known = time.monotonic() + START_MAX_S, -1
-        while known < len(delivered) and time.monotonic() < deadline:
+        changed_at, known = time.monotonic(), 0
+        while known < len(delivered) and time.monotonic() - changed_at < JOURNAL_WAIT_S:
             row = connection.execute(
                 "SELECT count(DISTINCT request_id) FROM usage_events WHERE request_id = ANY(%s)",
                 (delivered,),
             ).fetchone()
             assert row is not None
-            if known == (known := row[0]):
-                break  # nothing more comes
+            if known != (known := row[0]):
+                changed_at = time.monotonic()
             connection.rollback()
-            time.sleep(SINK_WAIT_S)
+            time.sleep(0.2)
     return len(delivered), len(delivered) - known
 
 
@@ -394,14 +375,10 @@ def prompt_token_count(gateway: Running) -> int:
 
 
 @contextlib.contextmanager
-def redis() -> Iterator[int | None]:
-    """Run a Redis server beside this process, and yield its port; None if it is not installed."""
-    if (binary := shutil.which("redis-server")) is None:
-        print("redis-server is missing: LiteLLM is not measured with two processes")
-        yield None
-        return
+def redis() -> Iterator[int]:
+    """Run a Redis server beside this process, and yield its port."""
     port = free_port()
-    command = [binary, "--port", str(port), "--save", "", "--appendonly", "no"]
+    command = ["redis-server", "--port", str(port), "--save", "", "--appendonly", "no"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             yield port
@@ -409,134 +386,136 @@ def redis() -> Iterator[int | None]:
             process.kill()
 
 
-Figures = dict[str, dict[str, Any]]
+@dataclass(frozen=True, slots=True)
+class World:
+    """Upstream of all gateways, the two settings of Weir, and its key."""
 
+    options: argparse.Namespace
+    site: Site
+    port: int
+    direct_ms: float
+    remote: Mapping[str, Any]
+    simulated: Mapping[str, Any]
+    key: str
 
-def measure_speed(
-    gateway: Running, options: argparse.Namespace, direct_ms: float
-) -> dict[str, Any]:
-    """Measure whole and streamed answers and the time to the first token; print a line."""
-    measured: dict[str, Any] = {}
-    line = f"{gateway.name:<18}"
-    for name in ("whole", "streamed"):
-        found = rate(gateway, options.connections, options.seconds, streams=name == "streamed")
-        measured[name] = asdict(found) | {"per_core": found.per_core}
-        line += (
-            f"{found.requests_per_s:>9,.0f} {found.per_core:>9,.0f} {1e6 / found.total_us:>9,.0f}"
-        )
-    measured["ttft_added_ms"] = ttft_ms(gateway, options.seconds) - direct_ms
-    print(f"{line}{measured['ttft_added_ms']:>10.1f}", flush=True)
-    return measured
+    def speed(self, running: Callable[[], AbstractContextManager[Running]]) -> Measure:
+        """Measure whole and streamed answers, and the time to the first token."""
 
+        def run() -> Values:
+            seconds = self.options.seconds
+            with running() as gateway:
+                found = {
+                    key: value
+                    for name in ("whole", "streamed")
+                    for key, value in rate(gateway, name, self.options.connections, seconds).items()
+                }
+                return found | {"ttft_added_ms": ttft_ms(gateway, seconds) - self.direct_ms}
 
-def measure(options: argparse.Namespace, site: Site) -> Figures:
-    """Measure every gateway, print the tables, and return the figures."""
-    url = site.database_url
-    [key] = create_keys(url, 1)
-    figures: Figures = {}
-    print(f"{'':<18}{'whole/s':>9} {'per core':>9} {'all CPU':>9}", end="")
-    print(f"{'stream/s':>9} {'per core':>9} {'all CPU':>9}{'TTFT +ms':>10}")
-    step_s = options.step_ms / 1000
-    with contextlib.ExitStack() as stack:
-        port = stack.enter_context(upstream(step_s))
-        home = stack.enter_context(site.home())
-        engine = {
-            "engine": "remote",
-            "remote_targets": {MODEL: f"openai+http://127.0.0.1:{port}/{MODEL}"},
+        return run
+
+    def speeds(self) -> Case:
+        """Build the case of the gateways' speed."""
+        options, site = self.options, self.site
+        ways = {
+            "Weir": self.speed(lambda: weir(site, self.remote, self.key)),
+            "simulated": self.speed(lambda: weir(site, self.simulated, self.key, "simulated")),
         }
-        remote = weir_settings(url, Path(home, "remote"), engine)
-        engine = {
-            "engine_device": "simulated",
-            "simulated_time_scale": options.step_ms / CostModel().weights_ms,
-        }
-        simulated = weir_settings(url, Path(home, "simulated"), engine)
-        for each in (remote, simulated):
-            each["home"].mkdir()
-        direct_ms = ttft_ms(Running("upstream", [port], "none", list), options.seconds)
-
-        with weir(site, remote, key) as gateway:
-            prompt_tokens = prompt_token_count(gateway)
-            figures["Weir"] = measure_speed(gateway, options, direct_ms)
-        with weir(site, simulated, key, "Weir, simulated") as gateway:
-            figures[gateway.name] = measure_speed(gateway, options, direct_ms)
         if options.litellm:
-            with litellm(site, options.litellm, port, more="}") as gateway:
-                figures["LiteLLM"] = measure_speed(gateway, options, direct_ms)
-        if python := smg_python() if options.smg else None:
-            with smg(site, python, port) as gateway:
-                figures["SMG"] = measure_speed(gateway, options, direct_ms)
-        for peer in ("LiteLLM", "SMG"):
-            for name in ("whole", "streamed") if peer in figures else ():
-                ratio = figures["Weir"][name]["per_core"] / figures[peer][name]["per_core"]
-                print(f"{name}: requests per second of a core, Weir / {peer}: {ratio:.2f}")
-        measure_bursts(options, site, remote, port, prompt_tokens, figures)
-        measure_kills(options, site, remote, key, port, figures)
-    return figures
+            ways["LiteLLM"] = self.speed(
+                lambda: litellm(site, options.litellm, self.port, more="}")
+            )
+        if options.smg:
+            python = smg_python()
+            ways["SMG"] = self.speed(lambda: smg(site, python, self.port))
+        return Case(f"answers of {OUTPUT_TOKENS} tokens", ways)
 
+    def bursts(self, process_count: int) -> Case:
+        """Build the case of bursts to gateways of so many processes, with each kind of limit."""
 
-def measure_bursts(
-    options: argparse.Namespace,
-    site: Site,
-    settings: Mapping[str, Any],
-    port: int,
-    prompt_tokens: int,
-    figures: Figures,
-) -> None:
-    """Send bursts to gateways of one process and of two, with each kind of limit."""
-    print(f"\n{BURST} requests at once, limit for {LIMIT}: served by LiteLLM and by Weir")
-    for process_count in (1, 2):
-        served: dict[str, dict[str, int]] = {"Weir": {}, "LiteLLM": {}}
-        with weir(site, settings, "", process_count=process_count) as gateway:
-            for kind, dimension in LIMITS.items():
-                secret = limit_key(site.database_url, dimension, prompt_tokens)
-                served["Weir"][kind] = burst(replace(gateway, key=secret))
-        with redis() if process_count > 1 else contextlib.nullcontext() as redis_port:
-            if options.litellm and (process_count == 1 or redis_port):
-                more = "}\ngeneral_settings: {custom_auth: limits.authenticate}"
-                if redis_port:
-                    cache = f"{{type: redis, host: 127.0.0.1, port: {redis_port}}}"
+        def ours() -> Values:
+            with weir(self.site, self.remote, self.key, process_count=process_count) as gateway:
+                tokens = prompt_token_count(gateway)
+                secrets = {
+                    kind: limit_key(self.site.database_url, dimension, tokens)
+                    for kind, dimension in LIMITS.items()
+                }
+                return {
+                    f"served_{kind}": burst(replace(gateway, key=secret))
+                    for kind, secret in secrets.items()
+                }
+
+        def theirs() -> Values:
+            more = "}\ngeneral_settings: {custom_auth: limits.authenticate}"
+            with redis() if process_count > 1 else contextlib.nullcontext() as port:
+                if port:
+                    cache = f"{{type: redis, host: 127.0.0.1, port: {port}}}"
                     more = f", cache: true, cache_params: {cache}{more}"
                 with litellm(
-                    site, options.litellm, port, more=more, process_count=process_count
+                    self.site,
+                    self.options.litellm,
+                    self.port,
+                    more=more,
+                    process_count=process_count,
                 ) as gateway:
-                    for kind in LIMITS:
-                        served["LiteLLM"][kind] = burst(replace(gateway, key=f"sk-{kind}"))
-        for kind in LIMITS:
-            counts = [str(served[name].get(kind, "-")) for name in ("LiteLLM", "Weir")]
-            print(f"{process_count} processes, {kind} per minute: {', '.join(counts)}", flush=True)
-        for name, each in served.items():
-            if each:
-                figures[name].setdefault("burst", {})[process_count] = each
+                    return {
+                        f"served_{kind}": burst(replace(gateway, key=f"sk-{kind}"))
+                        for kind in LIMITS
+                    }
+
+        name = f"{BURST} at once, limit for {LIMIT}, {process_count} processes"
+        return Case(name, {"Weir": ours} | ({"LiteLLM": theirs} if self.options.litellm else {}))
+
+    def kills(self) -> Case:
+        """Build the case of responses without a record after kills under load."""
+        ways = {"Weir": partial(weir_lost, self.site, self.remote, self.key)}
+        if self.options.litellm:
+            ways["LiteLLM"] = partial(litellm_lost, self.site, self.options.litellm, self.port)
+
+        def lost(lose: Callable[[], tuple[int, int]]) -> Values:
+            delivered, missing = map(sum, zip(*(lose() for _ in range(KILL_TRIALS)), strict=True))
+            return {"lost": missing, "delivered": delivered}
+
+        return Case(
+            f"{KILL_TRIALS} kills under load",
+            {name: partial(lost, lose) for name, lose in ways.items()},
+        )
 
 
-def measure_kills(
-    options: argparse.Namespace,
-    site: Site,
-    settings: Mapping[str, Any],
-    key: str,
-    port: int,
-    figures: Figures,
-) -> None:
-    """Kill each gateway under load several times, and count the responses without a record."""
-    kills: dict[str, Callable[[], tuple[int, int]]] = {
-        "LiteLLM": lambda: litellm_lost(site, options.litellm, port),
-        "Weir": lambda: weir_lost(site, settings, key),
-    }
-    for name, lose in kills.items():
-        if name in figures:
-            trials = [lose() for _ in range(KILL_TRIALS)]
-            delivered, lost = map(sum, zip(*trials, strict=True))
-            figures[name]["killed"] = {"delivered": delivered, "lost": lost}
-            print(
-                f"{name}: {KILL_TRIALS} kills, {delivered} complete responses, {lost} without a"
-                f" record ({lost / delivered:.1%})",
-                flush=True,
-            )
+@contextlib.contextmanager
+def prepare(options: argparse.Namespace) -> Iterator[Cases]:
+    """Run the upstream, and yield the cases. Raises: Unusable."""
+    if options.litellm and not (options.litellm.parent / "litellm").exists():
+        raise Unusable(f"--litellm must be a Python with litellm[proxy], got {options.litellm}")
+    if options.litellm and not shutil.which("redis-server"):
+        raise Unusable("--litellm needs redis-server for its two processes: install it")
+    with contextlib.ExitStack() as stack:
+        site = stack.enter_context(new_site(options.directory))
+        url, home = site.database_url, stack.enter_context(site.home())
+        port = stack.enter_context(upstream(options.step_ms / 1000))
+        engines: dict[str, dict[str, Any]] = {
+            "remote": {
+                "engine": "remote",
+                "remote_targets": {MODEL: f"openai+http://127.0.0.1:{port}/{MODEL}"},
+            },
+            "simulated": {
+                "engine_device": "simulated",
+                "simulated_time_scale": options.step_ms / CostModel().weights_ms,
+            },
+        }
+        for name in engines:
+            Path(home, name).mkdir()
+        remote, simulated = (
+            weir_settings(url, Path(home, name), engine) for name, engine in engines.items()
+        )
+        direct_ms = ttft_ms(Running("upstream", [port], "none", list), options.seconds)
+        [key] = create_keys(url, 1)
+        world = World(options, site, port, direct_ms, remote, simulated, key)
+        yield [world.speeds(), world.bursts(1), world.bursts(2), world.kills()]
 
 
-def main() -> None:
-    """Measure, print, and write the figures."""
-    parser = options_of(__doc__, 6.0)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this driver."""
+    add_site_options(parser, 6.0)
     parser.add_argument("--litellm", type=Path, help="interpreter with litellm[proxy]")
     parser.add_argument("--smg", action="store_true", help="install SMG if needed, and measure it")
     parser.add_argument(
@@ -545,13 +524,24 @@ def main() -> None:
     parser.add_argument(
         "--step-ms", type=float, default=5.0, help="of the upstream, per token (default: 5)"
     )
-    parser.add_argument("--json", type=Path, help="file for the figures")
-    options = parser.parse_args()
-    with new_site(options.directory) as site:
-        figures = measure(options, site)
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
+
+FIGURES = {
+    **{
+        f"{name}_{key}": Figure(f"{name}, {label}")
+        for name in ("whole", "streamed")
+        for key, label in {
+            "per_core": "per core",
+            "per_cpu": "all CPU",
+            "per_s": "a second",
+        }.items()
+    },
+    "ttft_added_ms": Figure("TTFT added, ms", ".1f"),
+    **{f"served_{kind}": Figure(f"served, by {kind}", compared="no") for kind in LIMITS},
+    "lost": Figure("without a record", compared="no"),
+    "delivered": Figure("complete responses", compared="no"),
+}
+BENCH = Bench(__doc__, FIGURES, prepare, add_options, rounds=1, ours_first=True)
 
 if __name__ == "__main__":
-    main()
+    main(BENCH)

@@ -139,7 +139,7 @@ class Client:
 
     async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request_id = str(uuid.uuid4())
-        ids = f"x-request-id: {request_id}\r\nx-litellm-call-id: {request_id}"
+        ids = f"idempotency-key: {request_id}\r\nx-litellm-call-id: {request_id}"
         sent_at = time.perf_counter()
         writer.write(f"{self._head}\r\n{ids}\r\n\r\n".encode() + self._body)
         status, body, first_at = await read_response(reader)

@@ -32,8 +32,8 @@ import psycopg
 
 from api.core.endpoint import read_endpoint
 from api.core.settings import Settings, bundled_models
-from bench.harness import api_process, create_keys, database
 from bench.peers import vllm_serving
+from bench.site import api_process, create_keys, database
 from metering.store.db import psycopg_conninfo
 from metering.store.migrations_runner import migrate
 

@@ -43,27 +43,9 @@ class Load:
         return REFERENCE_PROMPT_TOKENS - SYSTEM_TOKENS - template_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Figures of one run. Token counts are means per request; times are p50 and p99 in ms.
-
-    `between_ms` is the time between tokens, averaged over each request.
-    """
-
-    request_count: int
-    input_tokens: float
-    output_tokens: float
-    tokens_per_s: float
-    ttft_ms: tuple[float, float]
-    between_ms: tuple[float, float]
-
-    def __str__(self) -> str:
-        return (
-            f"{self.tokens_per_s:8.1f} tokens/s   TTFT p50 {self.ttft_ms[0]:8.1f} ms   p99"
-            f" {self.ttft_ms[1]:8.1f} ms   between tokens p50 {self.between_ms[0]:.1f} ms   p99"
-            f" {self.between_ms[1]:.1f} ms   ({self.request_count} requests of"
-            f" {self.input_tokens:,.0f} + {self.output_tokens:,.0f} tokens)"
-        )
+# Figures of one run, by those of `bench.service`. Token counts are means per request; times between
+# tokens are averaged over each request.
+Figures = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +88,20 @@ def guidellm_figures(results: Any) -> Figures:
     def of(name: str) -> Any:
         return metrics[name]["successful"]
 
-    def both(name: str) -> tuple[float, float]:
-        return of(name)["percentiles"]["p50"], of(name)["percentiles"]["p99"]
-
-    return Figures(
-        metrics["request_totals"]["successful"],
-        of("prompt_token_count")["mean"],
-        of("output_token_count")["mean"],
-        of("output_tokens_per_second")["mean"],
-        both("time_to_first_token_ms"),
-        both("inter_token_latency_ms"),
-    )
+    return {
+        "request_count": metrics["request_totals"]["successful"],
+        "input_tokens": of("prompt_token_count")["mean"],
+        "output_tokens": of("output_token_count")["mean"],
+        "tokens_per_s": of("output_tokens_per_second")["mean"],
+        **{
+            f"{key}_{share}_ms": of(name)["percentiles"][share]
+            for key, name in {
+                "ttft": "time_to_first_token_ms",
+                "gap": "inter_token_latency_ms",
+            }.items()
+            for share in ("p50", "p99")
+        },
+    }
 
 
 def aiperf_arguments(load: Load) -> Sequence[str]:
@@ -141,17 +126,17 @@ def aiperf_figures(results: Any) -> Figures:
     if failed := results["error_summary"]:
         raise ClientFailed(f"requests failed: {failed}")
 
-    def both(name: str) -> tuple[float, float]:
-        return results[name]["p50"], results[name]["p99"]
-
-    return Figures(
-        int(results["request_count"]["avg"]),
-        results["usage_prompt_tokens"]["avg"],
-        results["usage_completion_tokens"]["avg"],
-        results["output_token_throughput"]["avg"],
-        both("time_to_first_token"),
-        both("inter_token_latency"),
-    )
+    return {
+        "request_count": int(results["request_count"]["avg"]),
+        "input_tokens": results["usage_prompt_tokens"]["avg"],
+        "output_tokens": results["usage_completion_tokens"]["avg"],
+        "tokens_per_s": results["output_token_throughput"]["avg"],
+        **{
+            f"{key}_{share}_ms": results[name][share]
+            for key, name in {"ttft": "time_to_first_token", "gap": "inter_token_latency"}.items()
+            for share in ("p50", "p99")
+        },
+    }
 
 
 GENERATORS: Mapping[str, Generator] = {

@@ -10,10 +10,13 @@ each count. Spans are made and encoded in a thread of their own.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import time
 import timeit
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
@@ -28,6 +31,7 @@ from api.metrics.operator_http import Families, request_metrics
 from api.observability.observer import Ending, Gaps, Observer, record_of
 from api.observability.otlp import OtlpSender
 from api.observability.spans import STAGES, TraceContext
+from bench.harness import Bench, Case, Cases, Figure, Values, main
 from metering.core.models import Outcome
 from metering.holds.operations import Settled
 from metering.quotas.quota_rules import Payer
@@ -96,32 +100,45 @@ def slow_write() -> float:
     return us(lambda: flow.stalled(next(times), next(times)))
 
 
-def main() -> None:
-    """Measure and print."""
-    observer, ending = Observer([MODEL]), an_ending()
-    ours, theirs = us(lambda: observer.ended(ending)), us(by_the_library())
-    gaps = Gaps()
-    token = us(lambda: gaps.note(0), 100 * CALLS)
-    print(f"{'the gap before a token':<56}{token:>8.2f} µs")
-    print(f"{'the stall of a slow write, per request':<56}{slow_write():>8.2f} µs")
-    print(f"{'a request counted, with all its stages':<56}{ours:>8.1f} µs")
-    print(
-        f"{'with labelled metrics of the client library':<56}{theirs:>8.1f} µs  {theirs / ours:.0f}"
-        " times"
-    )
+@contextlib.contextmanager
+def prepare(_: argparse.Namespace) -> Iterator[Cases]:
+    """Yield the calls to measure."""
+    observer, ending, gaps = Observer([MODEL]), an_ending(), Gaps()
     sender = OtlpSender(uuid.uuid4(), Encoder())
-    print(f"{'noted for its spans, on the event loop':<56}{us(lambda: record_of(ending)):>8.1f} µs")
-    for name, traceparent in (
-        ("its spans made and encoded, in a thread", SAMPLED),
-        ("where its client does not sample it", UNSAMPLED),
-    ):
-        record = record_of(an_ending(traceparent))
-        print(f"{name:<56}{us(lambda record=record: sender.send([record]), 100):>8.1f} µs")  # type: ignore[misc]
-    copying = us(observer.counts.copy, 200)
-    print(f"{'counts of one model copied for a scrape, event loop':<56}{copying:>8.1f} µs")
-    text = us(lambda: generate_latest(Families([*request_metrics(observer.counts)])), 20)
-    print(f"{'their text, in a thread':<56}{text:>8.1f} µs")
 
+    def case(name: str, **ways: tuple[Callable[[], object], int]) -> Case:
+        def timed(call: Callable[[], object], count: int) -> Values:
+            return {"us": us(call, count)}
+
+        named = {way.replace("_", " "): call for way, call in ways.items()}
+        return Case(name, {way: partial(timed, *call) for way, call in named.items()})
+
+    def spans(traceparent: str) -> Callable[[], object]:
+        record = record_of(an_ending(traceparent))
+        return lambda: sender.send([record])
+
+    counted = (lambda: observer.ended(ending), CALLS)
+    text = (lambda: generate_latest(Families([*request_metrics(observer.counts)])), 20)
+    yield [
+        case("the gap before a token", Weir=(lambda: gaps.note(0), 100 * CALLS)),
+        Case("the stall of a slow write, per request", {"Weir": lambda: {"us": slow_write()}}),
+        case(
+            "a request counted, with all its stages",
+            Weir=counted,
+            client_library=(by_the_library(), CALLS),
+        ),
+        case("noted for its spans, on the event loop", Weir=(lambda: record_of(ending), CALLS)),
+        case(
+            "its spans made and encoded, in a thread",
+            sampled=(spans(SAMPLED), 100),
+            not_sampled=(spans(UNSAMPLED), 100),
+        ),
+        case("counts of a model copied for a scrape", event_loop=(observer.counts.copy, 200)),
+        case("their text", thread=text),
+    ]
+
+
+BENCH = Bench(__doc__, {"us": Figure("CPU, µs", ".2f")}, prepare)
 
 if __name__ == "__main__":
-    main()
+    main(BENCH)

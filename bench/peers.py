@@ -111,30 +111,14 @@ def measure_llama_cpp(
             [str(python), str(Path(__file__).resolve()), "--gguf", str(checkpoint), str(model)],
             check=True,
         )
-    sequence_count, port = len(work["workload"]), _free_port()
+    sequence_count, port = len(work["workload"]), free_port()
     context = sequence_count * (len(work["workload"][0]) + work["output_tokens"] + 16)
-    options = [
-        "-np",
-        str(sequence_count),
-        "-c",
-        str(context),
-        "-t",
-        str(thread_count),
-        "-tb",
-        str(thread_count),
-    ]
+    threads = str(thread_count)
     cache_type = {"bfloat16": "f16", "float32": "f32"}[precision]
-    options += [
-        "-ctk",
-        cache_type,
-        "-ctv",
-        cache_type,
-        "--no-warmup",
-        "-ub",
-        "512",
-        "--port",
-        str(port),
-        "--log-disable",
+    options = [
+        *("-np", str(sequence_count), "-c", str(context), "-t", threads, "-tb", threads),
+        *("-ctk", cache_type, "-ctv", cache_type, "--no-warmup", "-ub", "512"),
+        *("--port", str(port), "--log-disable"),
     ]
     begin_s = time.perf_counter()
     with _running([str(server), "-m", str(model), *options]):
@@ -186,7 +170,7 @@ def vllm_serving(
     python: Path, checkpoint: Path, precision: str, name: str, thread_count: int, *options: str
 ) -> Iterator[str]:
     """Serve a checkpoint under the model name `name` by vLLM over HTTP, and yield host:port."""
-    port = _free_port()
+    port = free_port()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", f"--model={checkpoint}"]
     command += [f"--served-model-name={name}", "--host=127.0.0.1", f"--port={port}"]
     command += [f"--dtype={precision}", "--max-model-len=2048", "--max-num-seqs=64"]
@@ -207,7 +191,8 @@ def _vllm_environment(thread_count: int) -> dict[str, str]:
     return environment
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Find a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -3,9 +3,9 @@
     python -m bench.restarts [--rounds 3] [--clients 3]
 
 Finds the processes in the process tree. Each round kills every one of them in turn, and waits until
-another is ready in its place and a request sent after the kill is answered. Prints medians beside a
-start of the whole in the same run, and the processor time that the new processes took: on a busy
-machine the seconds grow with the load, processor time hardly. Byte code is cached, as after an
+another is ready in its place and a request sent after the kill is answered. Beside it stand a start
+of the whole in the same run, and the processor time that the new processes took: on a busy machine
+the seconds grow with the load, processor time hardly. Byte code is cached, as after an
 installation.
 """
 
@@ -18,12 +18,10 @@ import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -32,7 +30,8 @@ import httpx2
 from api.cli.stack import STACK_HOME, WORKER_READY, written_pid
 from api.core.endpoint import read_endpoint
 from api.core.settings import DEMO_MODEL_NAME
-from bench.harness import cpu_s
+from bench.harness import Bench, Case, Cases, Figure, Values, main
+from bench.site import cpu_s
 from common.processes import command_line, descendants, started_with
 from metering.store.embedded_postgres import EmbeddedPostgres
 
@@ -136,33 +135,39 @@ async def running(home: Path, client_count: int) -> AsyncIterator[tuple[Up, floa
         await asyncio.to_thread(up.process.wait)
 
 
-async def measure(rounds: int, client_count: int) -> None:
-    """Start everything, kill each process in turn, and print the times."""
-    took_s: dict[str, list[tuple[float, float]]] = defaultdict(list)
+@contextlib.asynccontextmanager
+async def prepare(options: argparse.Namespace) -> AsyncIterator[Cases]:
+    """Start everything, and yield a case for each process."""
     with tempfile.TemporaryDirectory(prefix="weir-bench-") as directory:
         home = Path(directory) / "home"
         home.mkdir()
         async with running(home, 1):
             pass  # creates the database and the byte code
-        async with running(home, client_count) as (up, start_s):
-            print(f"start, to the first answer {start_s:22.1f} s", flush=True)
-            for name in list(up.parts()) * rounds:
-                await asyncio.sleep(QUIET_S)
-                took_s[name].append(await up.kill(name))
-    for name, each in took_s.items():
-        back_s, used_s = (statistics.median(values) for values in zip(*each, strict=True))
-        print(f"{name:40} back in {back_s:5.1f} s, {used_s:4.1f} s of processor time")
-    print(f"load average {os.getloadavg()[0]:.1f}")
+        async with running(home, options.clients) as (up, start_s):
+
+            def case(name: str) -> Case:
+                async def killed() -> Values:
+                    await asyncio.sleep(QUIET_S)
+                    back_s, used_s = await up.kill(name)
+                    return {"back_s": back_s, "used_s": used_s}
+
+                return Case(name, {"start of all": lambda: {"back_s": start_s}, "killed": killed})
+
+            yield [case(name) for name in up.parts()]
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+FIGURES = {
+    "back_s": Figure("until answered, s", ",.1f"),
+    "used_s": Figure("processor time, s", ",.1f"),
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this driver."""
     parser.add_argument("--clients", type=int, default=3)
-    arguments = parser.parse_args()
-    asyncio.run(measure(arguments.rounds, arguments.clients))
 
+
+BENCH = Bench(__doc__, FIGURES, prepare, add_options)
 
 if __name__ == "__main__":
-    main()
+    main(BENCH)

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import functools
 import os
 import random
-import resource
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -28,6 +28,7 @@ from pathlib import Path
 from api.cli.demo import percentile
 from api.core.settings import DEMO_MODEL_NAME, bundled_models
 from bench import engine_streams as streams
+from bench.harness import Bench, Case, Cases, Figure, Values, main
 from bench.virtual_time import VirtualEngine, VirtualTimeLoop
 from inference.core.options import CostModel
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria, TokensGenerated
@@ -179,30 +180,38 @@ def mean(values: list[float]) -> float:
     return sum(values) / max(len(values), 1)
 
 
-def report(found: dict[str, Seen]) -> str:
-    """Format the table and the main ratio."""
-    lines = [
-        f"{'policy':<14}{'prefix hits':>12}{'TTFT mean':>12}{'p50':>10}{'p99':>11}"
-        f"{'busiest / mean':>17}"
-    ]
-    for policy, seen in found.items():
-        ttfts, load = seen.ttfts_ms, mean(seen.loads_s)
-        hits = seen.cached_token_count / max(seen.prompt_token_count, 1)
-        lines.append(
-            f"{policy:<14}{hits:>12.1%}{mean(ttfts):>9,.0f}"
-            f" ms{percentile(ttfts, 50):>7,.0f} ms{percentile(ttfts, 99):>8,.0f}"
-            f" ms{max(seen.loads_s) / max(load, 1e-9):>17.2f}"
-        )
-    ratio = mean(found["round_robin"].ttfts_ms) / max(mean(found["prefix_aware"].ttfts_ms), 1e-9)
-    lines.append(f"mean TTFT of round_robin is {ratio:.1f} times that of prefix_aware")
-    return "\n".join(lines)
+def values_of(seen: Seen) -> Values:
+    """Compute the figures of one policy."""
+    return {
+        "mean_ms": mean(seen.ttfts_ms),
+        "p50_ms": percentile(seen.ttfts_ms, 50),
+        "p99_ms": percentile(seen.ttfts_ms, 99),
+        "hits": seen.cached_token_count / max(seen.prompt_token_count, 1),
+        "busiest": max(seen.loads_s) / max(mean(seen.loads_s), 1e-9),
+    }
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description="Compare the policies that place requests on replicas."
+@contextlib.contextmanager
+def prepare(options: argparse.Namespace) -> Iterator[Cases]:
+    """Draw the trace, and yield it with the policies as its ways. All run side by side at first."""
+    turns = tuple(options.turns)
+    trace = make_trace(options.conversations, options.rate, options.seed, turns)
+    request_count = sum(len(dialogue.turns) for dialogue in trace)
+    found = functools.cache(lambda: measure_side_by_side(trace, options.replicas))
+
+    def of(policy: str) -> Values:
+        return values_of(found()[policy])
+
+    name = (
+        f"{options.replicas} replicas, {len(trace):,} conversations at {options.rate:g}/s,"
+        f" {request_count:,} requests"
     )
+    ways = {policy: functools.partial(of, policy) for policy in POLICY_ORDER}
+    yield [Case(name, ways)]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this driver."""
     parser.add_argument("--replicas", type=int, default=8, help="simulated engines")
     parser.add_argument("--conversations", type=int, default=400, help="number of conversations")
     parser.add_argument("--rate", type=float, default=10.0, help="new conversations per second")
@@ -215,21 +224,16 @@ def main() -> None:
         help="of a conversation",
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of the trace")
-    arguments = parser.parse_args()
-    began_s = time.monotonic()
-    trace = make_trace(
-        arguments.conversations, arguments.rate, arguments.seed, tuple(arguments.turns)
-    )
-    request_count = sum(len(dialogue.turns) for dialogue in trace)
-    print(
-        f"{arguments.replicas} replicas, {len(trace):,} conversations at {arguments.rate:g}/s,"
-        f" {request_count:,} requests"
-    )
-    print(report(measure_side_by_side(trace, arguments.replicas)))
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    cpu_s = sum(each.ru_utime + each.ru_stime for each in used)
-    print(f"(took {time.monotonic() - began_s:.0f} s, and {cpu_s:.0f} s of this machine's CPU)")
 
+
+FIGURES = {
+    "mean_ms": Figure("TTFT mean, ms"),
+    "p50_ms": Figure("TTFT p50, ms"),
+    "p99_ms": Figure("TTFT p99, ms"),
+    "hits": Figure("prefix hits", ".1%"),
+    "busiest": Figure("busiest / mean", ".2f", "no"),
+}
+BENCH = Bench(__doc__, FIGURES, prepare, add_options, rounds=1, is_timed=False)
 
 if __name__ == "__main__":
-    main()
+    main(BENCH)

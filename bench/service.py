@@ -1,20 +1,20 @@
 """Reference workload through the whole service, against the bare engine in the same run.
 
-    python -m bench.service [--shape demo|S|M|L] [--precision bfloat16] [--agents 50] [--rounds 3]
-        [--vllm-python VENV/bin/python] [--load-generators] [--json PATH]
+    python -m bench.service [--shape demo|S|M|L] [--precision bfloat16] [--agents 50]
+        [--vllm-python VENV/bin/python] [--load-generators]
 
 Both get the same token ids on the same model with the same settings: the engine through
 `TorchEngine` in this process (with a worker process in both cases), the service through gRPC,
 authentication, admission, queue, journal and settlement, with the billing worker and the client in
-this process. Rounds alternate, with fresh prompts each, so that neither uses the other's cached
-prefixes. `demo` is the bundled model, with steps so short that a machine of two cores is sensitive
-to every message; the shapes are those of `bench.engine`, random weights of realistic sizes.
+this process. Each run has fresh prompts, so that neither uses the other's cached prefixes. `demo`
+is the bundled model, with steps so short that a machine of two cores is sensitive to every message;
+the shapes are those of `bench.engine`, random weights of realistic sizes.
 
 With `--vllm-python`, the engine is vLLM's CPU build behind its HTTP server, and the bare engine is
-that server with the same load over HTTP. Rounds then begin with each in turn, after one warm-up.
+that server with the same load over HTTP, after one run that warms both up.
 
-With `--load-generators`, GuideLLM and AIPerf then send the same load to the service over HTTP, each
-agent one request for each round, and their own figures are printed (`bench.load_generators`).
+With `--load-generators`, GuideLLM and AIPerf also send the same load to the service over HTTP, each
+agent one request in each round, and report figures of their own (`bench.load_generators`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -41,11 +41,11 @@ from api.fleet.fleet import torch_settings
 from bench import engine_streams as streams
 from bench import load_generators
 from bench.engine import KV_CACHE_BYTES, Prompts
+from bench.harness import Bench, Case, Cases, Figure, Measure, Unusable, Values, main
 from bench.peers import PeerMissing, vllm_serving, vllm_version
 from bench.shapes import SHAPES, write_checkpoint
 from common.cpus import usable_cpus
 from inference.adapters.torch_engine import TorchEngine
-from inference.doctor.embedded import processor_name
 from inference.engine import (
     GenerationRequest,
     SamplingParams,
@@ -54,6 +54,7 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.text.tokenizer import ChatMessage, Tokenizer
+from infra.clients import Client
 
 Prompt = tuple[int, ...]
 
@@ -212,12 +213,21 @@ async def vllm_alone(
             )
 
 
-async def measure(arguments: argparse.Namespace) -> None:
-    """Run service and bare engine in turn, and print medians and their ratio."""
+def values_of(run: Run) -> Values:
+    """Compute the figures of one run."""
+    return {
+        "tokens_per_s": run.tokens_per_s,
+        "ttft_p50_ms": percentile(run.ttfts_ms, 50),
+        "ttft_p99_ms": percentile(run.ttfts_ms, 99),
+    }
+
+
+@contextlib.asynccontextmanager
+async def prepare(arguments: argparse.Namespace) -> AsyncIterator[Cases]:
+    """Open the bare engine and the service, and yield them as the ways of the workload."""
     generators = load_generators.installed() if arguments.load_generators else {}
     settings, prompts = model_and_prompts(arguments, Settings.from_environment())
-    bare: list[Run] = []
-    service: list[Run] = []
+    drawn = iter(prompts)
     with tempfile.TemporaryDirectory(prefix="weir-bench-") as home:
         settings = settings.having(home=Path(home), database_url="", listen="127.0.0.1:0")
         alone = (
@@ -230,86 +240,78 @@ async def measure(arguments: argparse.Namespace) -> None:
             async with AsyncClient(
                 address=connection.address, api_key=connection.api_key
             ) as client:
-                # A round before the first, since vLLM compiles while it serves.
-                first_round = -1 if arguments.vllm_python else 0
-                for index in range(first_round, arguments.rounds):
-                    both = prompts[2 * (index + 1) * arguments.agents :]
-                    fresh = (both[: arguments.agents], both[arguments.agents :])
-                    if index % 2 and arguments.vllm_python:
-                        through = await run_service(client, fresh[1][: arguments.agents])
-                        direct = await run_alone(fresh[0])
-                    else:
-                        direct = await run_alone(fresh[0])
-                        through = await run_service(client, fresh[1][: arguments.agents])
-                    if index >= 0:
-                        bare.append(direct)
-                        service.append(through)
-            load = load_generators.Load(
-                connection.openai_url.removesuffix("/v1"),
-                connection.api_key,
-                DEMO_MODEL_NAME,
-                settings.models.directories[DEMO_MODEL_NAME],
-                arguments.agents,
-                arguments.agents * arguments.rounds,
-            )
-            figures = {
-                name: await asyncio.to_thread(load_generators.measured, name, program, load)
-                for name, program in generators.items()
-            }
-    bare_name = "bare vLLM" if arguments.vllm_python else "bare engine"
-    names = {bare_name: bare, "whole service": service}
-    for name, runs in names.items():
-        ttfts = [ttft_ms for run in runs for ttft_ms in run.ttfts_ms]
-        rate = statistics.median(run.tokens_per_s for run in runs)
-        print(
-            f"{name:14} {rate:8.1f} tokens/s   TTFT p50 {percentile(ttfts, 50):8.1f} ms   p99"
-            f" {percentile(ttfts, 99):8.1f} ms"
-        )
-    for name, reported in figures.items():
-        print(f"{name:14} {reported}")
-    ratios = [
-        ours.tokens_per_s / alone.tokens_per_s for ours, alone in zip(service, bare, strict=True)
-    ]
-    print(
-        f"the service reaches {statistics.median(ratios):.1%} of the {bare_name}'s throughput"
-        f" ({arguments.rounds} rounds of {arguments.agents} agents: {min(ratios):.1%} to"
-        f" {max(ratios):.1%})"
-    )
-    if arguments.json:
-        written = {
-            "processor": processor_name(),
-            "arguments": {name: str(value) for name, value in vars(arguments).items()},
-            "ratio": statistics.median(ratios),
-            "load_generators": {name: asdict(reported) for name, reported in figures.items()},
-            "rounds": {name: [asdict(run) for run in runs] for name, runs in names.items()},
-        }
-        arguments.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+                def fresh() -> list[Prompt]:
+                    return list(itertools.islice(drawn, arguments.agents))
+
+                async def bare() -> Values:
+                    return values_of(await run_alone(fresh()))
+
+                async def service() -> Values:
+                    return values_of(await run_service(client, fresh()))
+
+                def reported(name: str, program: Client) -> Measure:
+                    load = load_generators.Load(
+                        connection.openai_url.removesuffix("/v1"),
+                        connection.api_key,
+                        DEMO_MODEL_NAME,
+                        settings.models.directories[DEMO_MODEL_NAME],
+                        arguments.agents,
+                        arguments.agents,
+                    )
+
+                    async def run() -> Values:
+                        return await asyncio.to_thread(
+                            load_generators.measured, name, program, load
+                        )
+
+                    return run
+
+                ways: dict[str, Measure] = {
+                    "bare vLLM" if arguments.vllm_python else "bare engine": bare,
+                    "whole service": service,
+                }
+                if arguments.vllm_python:  # which compiles while it serves
+                    for way in (bare, service):
+                        await way()
+                ways |= {name: reported(name, program) for name, program in generators.items()}
+                yield [Case(f"{arguments.agents} agents at once, {arguments.shape}", ways)]
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def check(arguments: argparse.Namespace) -> dict[str, object]:
+    """Check the options, and return vLLM's version. Raises: Unusable."""
+    if arguments.load_generators and arguments.shape != "demo":
+        raise Unusable("--load-generators sends chats: it needs the demo model")
+    if not arguments.vllm_python:
+        return {}
+    if arguments.shape == "demo":
+        raise Unusable("--vllm-python needs a --shape that vLLM supports: S, M or L")
+    try:
+        return {"vllm": vllm_version(arguments.vllm_python)}
+    except PeerMissing as error:
+        raise Unusable(str(error)) from error
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this driver."""
     parser.add_argument("--shape", choices=("demo", *SHAPES), default="demo")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--agents", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--load-generators", action="store_true")
     parser.add_argument("--vllm-python", type=lambda text: Path(text).absolute())
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    if arguments.load_generators and arguments.shape != "demo":
-        parser.error("--load-generators sends chats: it needs the demo model")
-    if arguments.vllm_python:
-        if arguments.shape == "demo":
-            parser.error("--vllm-python needs a --shape that vLLM supports: S, M or L")
-        try:
-            print(f"vLLM {vllm_version(arguments.vllm_python)}")
-        except PeerMissing as error:
-            parser.error(str(error))
-    asyncio.run(measure(arguments))
 
+
+FIGURES = {
+    "tokens_per_s": Figure("output tokens/s", ",.1f"),
+    "ttft_p50_ms": Figure("TTFT p50, ms", ",.1f"),
+    "ttft_p99_ms": Figure("TTFT p99, ms", ",.1f"),
+    "gap_p50_ms": Figure("between tokens p50, ms", ",.1f"),
+    "gap_p99_ms": Figure("between tokens p99, ms", ",.1f"),
+    "request_count": Figure("requests", compared="no"),
+    "input_tokens": Figure("input tokens", compared="no"),
+    "output_tokens": Figure("output tokens", compared="no"),
+}
+BENCH = Bench(__doc__, FIGURES, prepare, add_options, facts=check)
 
 if __name__ == "__main__":
-    main()
+    main(BENCH)

@@ -29,29 +29,28 @@ RMS_NORM_EPS = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a Llama decoder, in floats, layers and heads."""
+    """Sizes of a Llama decoder, in floats, layers and heads. Half the layers have the `window`."""
 
     hidden_size: int
     intermediate_size: int
     layer_count: int
     head_count: int
     kv_head_count: int
-    tied_embeddings: bool
-
-    @property
-    def head_dim(self) -> int:
-        """Number of floats in one head."""
-        return self.hidden_size // self.head_count
+    head_dim: int
+    vocabulary_size: int = VOCABULARY_SIZE
+    tied_embeddings: bool = False
+    window: int | None = None
+    qk_norm: bool = False
 
     @property
     def layer_matrices(self) -> dict[str, tuple[int, int]]:
         """List names and (rows, columns) of one layer's weights."""
-        kv_size = self.kv_head_count * self.head_dim
+        size, kv_size = (count * self.head_dim for count in (self.head_count, self.kv_head_count))
         return {
-            "self_attn.q_proj": (self.hidden_size, self.hidden_size),
+            "self_attn.q_proj": (size, self.hidden_size),
             "self_attn.k_proj": (kv_size, self.hidden_size),
             "self_attn.v_proj": (kv_size, self.hidden_size),
-            "self_attn.o_proj": (self.hidden_size, self.hidden_size),
+            "self_attn.o_proj": (self.hidden_size, size),
             "mlp.gate_proj": (self.intermediate_size, self.hidden_size),
             "mlp.up_proj": (self.intermediate_size, self.hidden_size),
             "mlp.down_proj": (self.hidden_size, self.intermediate_size),
@@ -65,7 +64,12 @@ class Shape:
     @property
     def decode_weight_count(self) -> int:
         """Number of weights that every decoding step reads: all except the input embedding."""
-        return self.layer_count * self.layer_weight_count + VOCABULARY_SIZE * self.hidden_size
+        return self.layer_count * self.layer_weight_count + self.head_weight_count
+
+    @property
+    def head_weight_count(self) -> int:
+        """Number of weights of the output layer."""
+        return self.vocabulary_size * self.hidden_size
 
     @property
     def kv_count_per_token(self) -> int:
@@ -74,9 +78,9 @@ class Shape:
 
 
 SHAPES = {
-    "S": Shape(288, 768, 6, 6, 6, tied_embeddings=True),  # 15M, as stories15M
-    "M": Shape(768, 2048, 12, 12, 4, tied_embeddings=False),  # 125M with grouped queries
-    "L": Shape(2048, 5632, 22, 32, 4, tied_embeddings=False),  # 1.1B, as TinyLlama
+    "S": Shape(288, 768, 6, 6, 6, 48, tied_embeddings=True),  # 15M, as stories15M
+    "M": Shape(768, 2048, 12, 12, 4, 64),  # 125M with grouped queries
+    "L": Shape(2048, 5632, 22, 32, 4, 64),  # 1.1B, as TinyLlama
 }
 
 

@@ -4,37 +4,58 @@
     [--steps 200]
 
 Engine core and report encoding in this process, as the engine worker runs them, without the API.
-Prints medians over the steps; the overhead is the step without the decoder call.
+Figures are medians over the steps; the overhead is the step without the decoder call. The floor is
+the time to read all weights and the contexts once, and to do their operations, at the bandwidth and
+the rate of `torch.nn.Linear` measured just before.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from bench.shapes import SHAPES, VOCABULARY_SIZE, write_checkpoint
-from common.cpus import usable_cpus
 
 # As in the engine worker: torch's threads would spin on the cores of the decoder.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+from bench.engine import add_checkpoint_options
+from bench.floor import Limits, decode_step, measure_linear
+from bench.harness import Bench, Case, Cases, Figure, Values, main
 from inference.core.engine_core import EngineCore
 from inference.core.options import EngineOptions
+from inference.doctor.embedded import measure_bandwidth
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria
 from inference.limits import EngineLimits
 from inference.native.decoder import NativeDecoder
 from inference.workers.protocol import StepReport, encode
 
 WARM_UP_STEPS = 20
+FIGURES = {
+    "step": Figure("a step, ms", ",.3f"),
+    "floor": Figure("floor, ms", ",.3f"),
+    "floor_share": Figure("share of the floor", ".0%"),
+    "read_mb": Figure("must read, MB"),
+    "gflop": Figure("must do, GFLOP", ",.2f"),
+    "read_gb_per_s": Figure("bandwidth, GB/s", ",.1f"),
+    "linear_gflops": Figure("Linear, GFLOPS"),
+    "decoder": Figure("decoder, ms", ",.3f"),
+    "decoder and its input": Figure("decoder and input, ms", ",.3f"),
+    **{
+        name: Figure(f"{name.replace('_', ' ')}, ms", ",.3f")
+        for name in ("schedule", "commit", "check_conservation", "report", "overhead")
+    },
+    "overhead_share": Figure("overhead, of a step", ".1%"),
+}
 
 
 class Clock:
@@ -114,33 +135,53 @@ def measure(core: Any, step_count: int) -> list[dict[str, float]]:
     return rows
 
 
-def main() -> None:
-    """Parse the command line, measure, and print the medians."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.steps", description=__doc__.split("\n", 1)[0] if __doc__ else None
-    )
-    parser.add_argument("--shape", choices=SHAPES, default="M")
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")
+@contextlib.contextmanager
+def prepare(arguments: argparse.Namespace) -> Iterator[Cases]:
+    """Write the checkpoint, and yield the case."""
+    torch.set_num_threads(arguments.threads)
+    shape, precision = SHAPES[arguments.shape], arguments.precision
+    checkpoint = arguments.checkpoints / f"{arguments.shape}-{precision}"
+    write_checkpoint(checkpoint, shape, precision)
+
+    def run() -> Values:
+        limits = Limits(
+            measure_bandwidth(arguments.threads),
+            measure_linear(shape, precision, arguments.context, arguments.threads),
+        )
+        core = open_core(arguments, checkpoint)
+        gc.collect()
+        gc.freeze()
+        contexts = [len(each.token_ids) for each in core.scheduler.running]
+        rows = measure(core, arguments.steps)
+        work = decode_step(
+            shape, precision, [each + WARM_UP_STEPS + arguments.steps // 2 for each in contexts]
+        )
+        found = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+        floor_ms = work.floor_s(limits) * 1e3
+        shares = [row["overhead"] / (row["step"] + row["report"]) for row in rows]
+        return found | {
+            "overhead_share": statistics.median(shares),
+            "floor": floor_ms,
+            "floor_share": floor_ms / found["step"],
+            "read_mb": work.read_bytes / 1e6,
+            "gflop": work.flop / 1e9,
+            "read_gb_per_s": limits.bytes_per_s / 1e9,
+            "linear_gflops": limits.flop_per_s / 1e9,
+        }
+
+    name = f"{arguments.sequences} sequences, prompts of {arguments.context}, {arguments.shape}"
+    yield [Case(f"{name}, {precision}", {"Weir": run})]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this driver."""
+    add_checkpoint_options(parser, "float32", "bfloat16")
     parser.add_argument("--sequences", type=int, default=50)
     parser.add_argument("--context", type=int, default=100)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--threads", type=int, default=usable_cpus().count)
-    parser.add_argument(
-        "--checkpoints", type=Path, default=Path(tempfile.gettempdir()) / "weir-bench"
-    )
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    checkpoint = arguments.checkpoints / f"{arguments.shape}-{arguments.precision}"
-    write_checkpoint(checkpoint, SHAPES[arguments.shape], arguments.precision)
-    core = open_core(arguments, checkpoint)
-    gc.collect()
-    gc.freeze()
-    rows = measure(core, arguments.steps)
-    for name in rows[0]:
-        print(f"{name:24} {statistics.median(row[name] for row in rows):8.3f} ms")
-    share = statistics.median(row["overhead"] / (row["step"] + row["report"]) for row in rows)
-    print(f"Python's overhead is {share:.1%} of a step of {arguments.sequences} sequences")
 
+
+BENCH = Bench(__doc__, FIGURES, prepare, add_options)
 
 if __name__ == "__main__":
-    main()
+    main(BENCH)

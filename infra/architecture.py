@@ -317,8 +317,7 @@ BORDERS = (
         ("weir",),
         inside=PRODUCT,
         save_for=(
-            *("api/", "sdk/", "infra/walk.py", "bench/observations.py", "bench/front_load.py"),
-            *("bench/streams_load.py", "bench/cluster_load.py", "bench/http_api_load.py"),
+            *("api/", "sdk/", "infra/walk.py", "bench/observations.py", "bench/grpc_load.py"),
             *("bench/adversary_attacks.py", "bench/adversary_load.py"),
         ),
         why="only the edge uses generated messages",
@@ -331,7 +330,6 @@ BORDERS = (
             "demo/",
             "bench/engine.py",
             "bench/steps.py",
-            "bench/embeddings.py",
             "bench/gpu/",
         ),
         why="only engines use tensors",
@@ -413,7 +411,6 @@ BORDERS = (
         save_for=(
             "inference/safety/classifier_worker.py",
             "bench/engine.py",
-            "bench/embeddings.py",
             "bench/gpu/measure.py",
             "demo/train_encoder.py",
         ),

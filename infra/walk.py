@@ -37,7 +37,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from api.cli.stack import Child, child_environment, ensure_receipt_key, wait_until_serving
 from api.core.endpoint import make_private
 from api.core.settings import Settings, bundled_models
-from bench.harness import MODEL, children_of, create_keys, database
+from bench.site import MODEL, children_of, create_keys, database
 from infra.walk_notes import ROOT
 from metering.store.migrations_runner import migrate
 

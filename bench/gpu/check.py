@@ -29,7 +29,6 @@ from bench.gpu.models import (
     FIRST_PLAIN_TOKEN,
     SHAPES,
     Run,
-    Shape,
     add_common_arguments,
     device_facts,
     open_decoder,
@@ -37,6 +36,7 @@ from bench.gpu.models import (
     random_weights,
     write_results,
 )
+from bench.shapes import Shape
 from inference import demo_model
 from inference.checkpoint.tensors import on_device
 from inference.core.engine_core import EngineCore

@@ -3,9 +3,9 @@
     python -m bench.gpu.measure [--shape 1b,8b] [--batches 1,8,64] [--contexts 128,1024,8192]
         [--prompts 512,2048,8192] [--steps 30] [--repeats 3] [--out DIR]
 
-bfloat16 and random weights. The floor of a step that decodes is the time to read all weights and
-all keys and values once, at the bandwidth that a sum over a large array has in the same run. The
-floor of a prompt is its operations at the rate of a large product of matrices in the same run.
+bfloat16 and random weights. The floor (`bench.floor`) is the time to read all weights and all keys
+and values once, at the bandwidth that a sum over a large array has in the same run, or to do all
+operations at the rate of a large product of matrices in the same run, whichever is longer.
 Each figure is the median over the repeats. Beside a step stands the time of its captured graph
 alone: the rest is that of Python, and of the copies to and from the GPU. The last steps draw all
 rows, by temperature and by top_p. `transformers`, if it is installed, has the same shape and one
@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
+from bench.floor import Limits, Work, decode_step, prefill
 from bench.gpu.check import CPU, kernels_for
 from bench.gpu.models import (
     FIRST_PLAIN_TOKEN,
     SHAPES,
     Run,
-    Shape,
     add_common_arguments,
     device_facts,
     open_decoder,
@@ -37,6 +37,7 @@ from bench.gpu.models import (
     random_weights,
     write_results,
 )
+from bench.shapes import Shape
 from inference.core.torch_decoder import TorchDecoder
 from inference.engine import SamplingParams
 from inference.kv_blocks import blocks_for
@@ -48,7 +49,6 @@ WARM_UP_STEPS = 3
 BANDWIDTH_FLOATS, PRODUCT_SIZE = 1 << 31, 8192
 BANDWIDTH_FLOATS_CPU, PRODUCT_SIZE_CPU = 1 << 22, 256
 PEER_PROMPT_TOKENS = 128
-WEIGHT_BYTES = 2
 SAMPLINGS = {
     "temperature": SamplingParams(temperature=1.0),
     "top_p": SamplingParams(temperature=1.0, top_p=0.95),
@@ -73,7 +73,7 @@ def median_s(action: Callable[[], Any], repeats: int, device: torch.device) -> f
     return statistics.median(durations[1:])
 
 
-def limits_of_device(device: torch.device, repeats: int) -> tuple[float, float]:
+def limits_of_device(device: torch.device, repeats: int) -> Limits:
     """Measure the bytes read per second, and the operations per second of a matrix product."""
     on_gpu = device.type == "cuda"
     count = BANDWIDTH_FLOATS if on_gpu else BANDWIDTH_FLOATS_CPU
@@ -81,8 +81,8 @@ def limits_of_device(device: torch.device, repeats: int) -> tuple[float, float]:
     numbers = torch.ones(count, dtype=torch.bfloat16, device=device)
     bytes_per_s = numbers.nbytes / median_s(numbers.sum, repeats, device)
     factor = torch.randn(size, size, device=device).to(torch.bfloat16)
-    operations_per_s = 2 * size**3 / median_s(lambda: factor @ factor, repeats, device)
-    return bytes_per_s, operations_per_s
+    flop_per_s = 2 * size**3 / median_s(lambda: factor @ factor, repeats, device)
+    return Limits(bytes_per_s, flop_per_s, overlap=True)
 
 
 def open_for(
@@ -209,8 +209,11 @@ def measure_transformers(
 def measure(arguments: argparse.Namespace, name: str, device: torch.device) -> list[dict[str, Any]]:
     """Measure one shape, and print and return its rows."""
     shape, rows = SHAPES[name], list[dict[str, Any]]()
-    bytes_per_s, operations_per_s = limits_of_device(device, arguments.repeats)
-    print(f"{name}: reads {bytes_per_s / 1e9:,.0f} GB/s, {operations_per_s / 1e12:,.1f} TFLOPS")
+    limits = limits_of_device(device, arguments.repeats)
+    print(
+        f"{name}: reads {limits.bytes_per_s / 1e9:,.0f} GB/s,"
+        f" {limits.flop_per_s / 1e12:,.1f} TFLOPS"
+    )
     began_s = time.perf_counter()
     decoder = open_for(shape, arguments.batches, arguments.contexts, arguments.prompts, device)
     start_s = time.perf_counter() - began_s
@@ -220,11 +223,13 @@ def measure(arguments: argparse.Namespace, name: str, device: torch.device) -> l
         what: str,
         size: str,
         took_s: float | None,
-        floor_s: float,
+        work: Work,
         token_count: int,
         graph_s: float | None = None,
     ) -> None:
+        floor_s = work.floor_s(limits)
         row: dict[str, Any] = {"shape": name, "what": what, "size": size, "floor_ms": floor_s * 1e3}
+        row |= {"read_bytes": work.read_bytes, "flop": work.flop}
         if took_s is None:
             print(f"{name} {what} {size}: does not fit", flush=True)
         else:
@@ -242,8 +247,6 @@ def measure(arguments: argparse.Namespace, name: str, device: torch.device) -> l
             )
         rows.append(row)
 
-    weight_bytes = (shape.layer_weight_count + shape.head_weight_count) * WEIGHT_BYTES
-
     steps, repeats = arguments.steps, arguments.repeats
     cases: list[tuple[str, int, int, SamplingParams | None]] = [
         ("decode", batch, context, None)
@@ -256,14 +259,11 @@ def measure(arguments: argparse.Namespace, name: str, device: torch.device) -> l
     for what, batch, context, sampled in cases:
         took = measure_decode(decoder, batch, context, steps, repeats, sampled)
         step_s, graph_s = took or (None, None)
-        kv_bytes = batch * context * shape.kv_count_per_token * WEIGHT_BYTES
-        floor_s = (weight_bytes + kv_bytes) / bytes_per_s
-        add(what, f"batch {batch}, context {context}", step_s, floor_s, batch, graph_s)
+        work = decode_step(shape, "bfloat16", [context] * batch)
+        add(what, f"batch {batch}, context {context}", step_s, work, batch, graph_s)
     for count in arguments.prompts:
         took_s = measure_prompt(decoder, count, min(count, STEP_TOKENS), arguments.repeats)
-        products = 2 * count * shape.layer_weight_count + 2 * shape.head_weight_count
-        attention = 2 * count**2 * shape.layer_count * shape.head_count * shape.head_dim
-        add("prompt", f"{count}", took_s, (products + attention) / operations_per_s, count)
+        add("prompt", f"{count}", took_s, prefill(shape, "bfloat16", count), count)
     del decoder
     gc.collect()
     if device.type == "cuda":
@@ -273,10 +273,9 @@ def measure(arguments: argparse.Namespace, name: str, device: torch.device) -> l
     elif arguments.transformers:
         peers = measure_transformers(shape, arguments.batches, arguments.steps, device)
         for batch, took_s in peers.items():
-            kv_bytes = batch * PEER_PROMPT_TOKENS * shape.kv_count_per_token * WEIGHT_BYTES
-            floor_s = (weight_bytes + kv_bytes) / bytes_per_s
+            work = decode_step(shape, "bfloat16", [PEER_PROMPT_TOKENS] * batch)
             size = f"batch {batch}, context {PEER_PROMPT_TOKENS}"
-            add("decode by transformers", size, took_s, floor_s, batch)
+            add("decode by transformers", size, took_s, work, batch)
         gc.collect()
     return rows
 

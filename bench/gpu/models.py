@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from bench.shapes import Shape
 from inference.checkpoint.checkpoint import DecoderConfig
 from inference.checkpoint.rope import RopeConfig
 from inference.checkpoint.tensors import LinearWeights
@@ -31,67 +32,37 @@ DTYPES: dict[ComputeDtype, torch.dtype] = {"float32": torch.float32, "bfloat16":
 FIRST_PLAIN_TOKEN = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of a Llama decoder, in floats, layers and heads. Half the layers have the `window`."""
-
-    hidden_size: int
-    intermediate_size: int
-    layer_count: int
-    head_count: int
-    kv_head_count: int
-    head_dim: int
-    vocabulary_size: int
-    window: int | None = None
-    qk_norm: bool = False
-
-    def config(self, context_window_tokens: int) -> DecoderConfig:
-        """Build the configuration of a checkpoint of this shape."""
-        windows = (None, self.window) * self.layer_count
-        return DecoderConfig(
-            architecture="LlamaForCausalLM",
-            vocabulary_size=self.vocabulary_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            layer_count=self.layer_count,
-            head_count=self.head_count,
-            kv_head_count=self.kv_head_count,
-            head_dim=self.head_dim,
-            rms_norm_eps=1e-5,
-            rope=RopeConfig(500_000.0, None),
-            tied_embeddings=False,
-            qkv_bias=False,
-            attention_out_bias=False,
-            mlp_bias=False,
-            qk_norm=self.qk_norm,
-            layer_windows=windows[: self.layer_count],
-            context_window_tokens=context_window_tokens,
-            end_token_ids=frozenset(),
-        )
-
-    @property
-    def layer_weight_count(self) -> int:
-        """Number of weights in the matrices of all layers."""
-        heads = 2 * (self.head_count + self.kv_head_count) * self.head_dim
-        return self.layer_count * self.hidden_size * (heads + 3 * self.intermediate_size)
-
-    @property
-    def head_weight_count(self) -> int:
-        """Number of weights of the output layer."""
-        return self.vocabulary_size * self.hidden_size
-
-    @property
-    def kv_count_per_token(self) -> int:
-        """Number of floats of keys and values per position."""
-        return 2 * self.layer_count * self.kv_head_count * self.head_dim
-
-
 SHAPES = {
     "tiny": Shape(64, 96, 2, 4, 2, 16, 300),
     "tiny-window": Shape(64, 96, 2, 6, 2, 24, 300, window=20, qk_norm=True),
     "1b": Shape(2048, 8192, 16, 32, 8, 64, 128_256),  # Llama 3.2 1B
     "8b": Shape(4096, 14_336, 32, 32, 8, 128, 128_256),  # Llama 3.1 8B
 }
+
+
+def config_of(shape: Shape, context_window_tokens: int) -> DecoderConfig:
+    """Build the configuration of a checkpoint of this shape."""
+    windows = (None, shape.window) * shape.layer_count
+    return DecoderConfig(
+        architecture="LlamaForCausalLM",
+        vocabulary_size=shape.vocabulary_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        layer_count=shape.layer_count,
+        head_count=shape.head_count,
+        kv_head_count=shape.kv_head_count,
+        head_dim=shape.head_dim,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(500_000.0, None),
+        tied_embeddings=False,
+        qkv_bias=False,
+        attention_out_bias=False,
+        mlp_bias=False,
+        qk_norm=shape.qk_norm,
+        layer_windows=windows[: shape.layer_count],
+        context_window_tokens=context_window_tokens,
+        end_token_ids=frozenset(),
+    )
 
 
 def random_weights(
@@ -138,7 +109,7 @@ def open_decoder(
     """Open a decoder on the weights' device. A `block_count` of None takes the free memory."""
     dtype = weights.embedding.dtype
     name = next(name for name, each in DTYPES.items() if each == dtype)
-    config = shape.config(limits.context_window_tokens)
+    config = config_of(shape, limits.context_window_tokens)
     options = EngineOptions("", limits, name)
     kv_bytes = None if block_count is None else block_count * options.block_bytes(config)
     options = EngineOptions("", limits, name, kv_bytes)

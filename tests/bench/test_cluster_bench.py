@@ -10,5 +10,5 @@ def test_the_capacity_of_a_core_follows_from_its_costs() -> None:
         token_us=50, request_us=8000, postgres_request_us=400, replica_tokens_per_s=2000
     )
 
-    assert (found.tokens_per_s, found.requests_per_s) == (20_000, 125)
-    assert (found.replica_count, found.api_core_count) == (10, 20)
+    assert (found["full_tokens_per_s"], found["full_requests_per_s"]) == (20_000, 125)
+    assert (found["full_replicas"], found["full_postgres"]) == (10, 20)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.engine import describe_run
-from bench.peers import PeerMissing
+from bench.harness import Unusable
 
 
 def arguments(**changes: object) -> argparse.Namespace:
@@ -42,7 +42,6 @@ def test_the_versions_of_the_other_engines_are_recorded(tmp_path: Path) -> None:
     )
 
     assert described["versions"] == {"vllm": "0.32.0", "llama.cpp": "version: 77 (abc)"}
-    assert described["processor"]
 
 
 @pytest.mark.parametrize("status", [1, None])
@@ -51,5 +50,5 @@ def test_an_engine_that_cannot_start_names_its_option(tmp_path: Path, status: in
     if status is not None:
         program(python, "no module named vllm", status)
 
-    with pytest.raises(PeerMissing, match="--vllm-python"):
+    with pytest.raises(Unusable, match="--vllm-python"):
         describe_run(arguments(vllm_python=python))
