@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from weir_cli.render import fail, note, print_json, show, table
+from weir_cli.texts import printable
 
 from api.cli.guard import LOCK_FILE, AlreadyRunning, lock_home
 from api.core.endpoint import ConnectionFile, make_private, read_endpoint
@@ -126,11 +127,31 @@ def print_logs(home: Path, parts: Sequence[str], *, count: int, follow: bool) ->
 
 
 def print_lines(name: str, lines: Sequence[bytes], width: int) -> None:
-    """Print lines of a log, with its name before each unless `width` is 0."""
+    """Print lines of a log, with its name before each unless `width` is 0.
+
+    JSON is text on a terminal; a pipe gets it as it is.
+    """
     head = f"{name:<{width}} | " if width else ""
     for each in lines:
-        sys.stdout.write(f"{head}{each.decode(errors='replace')}\n")
+        text = each.decode(errors="replace")
+        sys.stdout.write(f"{head}{readable(text) if sys.stdout.isatty() else text}\n")
     sys.stdout.flush()
+
+
+def readable(line: str) -> str:
+    """Format a line of JSON as time, level, event and fields. Other lines stay as they are."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return line
+    if not isinstance(fields, dict) or "event" not in fields:
+        return line
+    moment, level, event = (str(fields.pop(name, "")) for name in ("timestamp", "level", "event"))
+    values = (
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in fields.items()
+    )
+    return printable(" ".join([moment[:19].replace("T", " "), f"{level:<7}", event, *values]))
 
 
 def tail(path: Path, count: int) -> tuple[list[bytes], int]:

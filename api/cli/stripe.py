@@ -106,7 +106,10 @@ def synchronize(home: Path | None, *, dry_run: bool, as_json: bool) -> None:
 def print_status(found: ExportStatus) -> None:
     """Print the status of the export: a table of batches, then what needs attention."""
     rows = [(each.state, each.batch_count, each.token_count) for each in found.states]
-    show(table("state", "batches", "tokens", right=("batches", "tokens"), rows=rows))
+    if rows:
+        show(table("state", "batches", "tokens", right=("batches", "tokens"), rows=rows))
+    else:
+        note("no usage was exported yet: WEIR_EXPORT=stripe turns the export on")
     if found.pause_reason:
         note(f"paused until {found.paused_until:%H:%M:%S} UTC: {found.pause_reason}")
     for name in found.changed_profiles:

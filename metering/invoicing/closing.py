@@ -196,10 +196,11 @@ async def _document_obstacles(session: AsyncSession, request: CloseRequest) -> l
 def _before_first(month: date, first: date) -> Obstacle:
     """Build the obstacle for a month before the customer's first, which is probably a typo."""
     empty = (first.year - month.year) * 12 + first.month - month.month
+    counted = "1 empty month" if empty == 1 else f"{empty} empty months"
     reason = (
         f"{month_text(month)} is before the customer's first month, {month_text(first)}: closing it"
-        f" would be final, and {empty} empty months, from this one on, would have to be closed"
-        " before that one; confirm with --before-first"
+        f" would be final, and {counted}, from this one on, would have to be closed before that"
+        " one; confirm with --before-first"
     )
     return Obstacle(ObstacleKind.MONTH_BEFORE_FIRST, reason)
 

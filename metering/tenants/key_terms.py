@@ -53,7 +53,7 @@ def checked_terms(terms: KeyTerms) -> dict[str, object]:
 def checked_scopes(scopes: Collection[str]) -> list[str]:
     """Validate and sort scopes; none means "inference". Raises: InvalidValue."""
     if unknown := set(scopes) - SCOPES:
-        raise InvalidValue("scopes", f"{sorted(unknown)} unknown: choose from {sorted(SCOPES)}")
+        raise InvalidValue("scopes", f"{min(unknown)!r} is not one of {', '.join(sorted(SCOPES))}")
     return sorted(set(scopes)) or ["inference"]
 
 

@@ -271,7 +271,7 @@ def test_the_audit_log_says_what_changed(weir: Run) -> None:
     result = weir("audit --limit 1")
 
     assert "quota.set" in result.stdout
-    assert "limit_value: 10 → 20" in result.stdout
+    assert "limit value: 10 → 20" in result.stdout
     assert result.stderr == "older entries: weir audit --before 17\n"
     assert json.loads(weir("audit --json").stdout)[0]["actor"] == "weir_ab12cd"
 

@@ -13,6 +13,7 @@ import psycopg
 import pytest
 from weir_cli.render import to_text
 
+from api.cli.local import readable
 from api.cli.stack import welcome
 from api.core.endpoint import ConnectionFile
 from metering.store.db import psycopg_conninfo
@@ -190,3 +191,24 @@ def test_the_embedded_database_has_no_second_role(
     assert result.stderr.startswith(
         "error: --grant needs a separate PostgreSQL: set WEIR_DATABASE_URL"
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (
+            '{"event": "part_ready", "level": "info", "part": "engine/demo", "serving": true,'
+            ' "timestamp": "2026-11-28T00:25:25.803763Z"}',
+            "2026-11-28 00:25:25 info    part_ready part=engine/demo serving=true",
+        ),
+        (
+            '{"event": "lost", "level": "error", "cause": "\\u001b[2Jx", "timestamp": ""}',
+            " error   lost cause=[2Jx",
+        ),
+        ("LOG:  database system is ready", "LOG:  database system is ready"),
+        ('{"no": "event"}', '{"no": "event"}'),
+        ("[1]", "[1]"),
+    ],
+)
+def test_a_line_of_a_log_reads_as_text_on_a_terminal(line: str, text: str) -> None:
+    assert readable(line) == text

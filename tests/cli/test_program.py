@@ -452,3 +452,49 @@ def test_the_wheel_of_the_client_holds_all_that_its_commands_import(tmp_path: Pa
     found = dict(ast.literal_eval(message.stdout))
     assert set(found) == {"weir", "weir_cli", "weir_client", "weir_yaml"}
     assert all(str(installed) in path for path in found.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("quota remove", "'delete'"),
+        ("key rm", "'revoke'"),
+        ("org ls", "'list'"),
+        ("month get", "'list', 'show'"),
+        ("project add", "'create'"),
+    ],
+)
+def test_the_word_of_another_program_leads_to_the_command(
+    weir: Run, words: str, meant: str
+) -> None:
+    refused = weir(words)
+
+    assert refused.exit_code == 2
+    assert f"No such command {words.split()[1]!r}. Did you mean {meant}?" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "words", ["apply FILE", "plan create FILE", "price simulate 2026-10 --prices FILE"]
+)
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [(None, "No such file or directory"), (b"\xff", "it is not text in UTF-8")],
+)
+def test_a_file_that_cannot_be_read_has_one_plain_cause(
+    weir: Run, tmp_path: Path, words: str, content: bytes | None, cause: str
+) -> None:
+    file = tmp_path / "given"
+    if content is not None:
+        file.write_bytes(content)
+
+    refused = weir(words.replace("FILE", str(file)))
+
+    assert refused.exit_code == 2
+    assert refused.stderr.splitlines() == [f"error: {file} cannot be read: {cause}"]
+
+
+def test_an_option_out_of_range_is_refused_in_plain_words(weir: Run) -> None:
+    refused = weir("audit --limit 0")
+
+    assert refused.exit_code == 2
+    assert "Invalid value for '--limit': must be greater than or equal to 1" in refused.stderr

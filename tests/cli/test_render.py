@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from weir_cli import texts
-from weir_cli.audit import changed
+from weir_cli.audit import ENTRIES, changed, name_of
 from weir_cli.commands import CLIENT_COMMANDS
 from weir_cli.connection import flag_of
 from weir_cli.months import usage_csv, usage_table
@@ -25,6 +26,7 @@ from weir_cli.texts import (
 )
 from weir_client import (
     ApiKey,
+    AuditEntry,
     Generation,
     GenerationState,
     Money,
@@ -118,7 +120,9 @@ def test_a_pause_shows_beside_the_mean() -> None:
 
     text = to_text(waterfall(timings, usage=Usage(generated_token_count=4)), width=200)
 
-    assert "66.7 ms a token; gaps p50 30.0, p99 150.0, max 150.0 ms" in text
+    assert "66.7 ms a token\n" in text
+    assert text.endswith("between two tokens: p50 30.0, p99 150.0, max 150.0 ms\n")
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_tables_never_cut_a_number_and_take_text_as_it_is() -> None:
@@ -187,13 +191,24 @@ def test_a_table_drops_columns_and_becomes_records_only_when_narrow(
 
 def test_a_table_drops_columns_without_content_first_then_in_the_given_order() -> None:
     names = ("day", *(f"counter {number}" for number in range(9)))
-    made = table(*names, right=names[1:], drop=("counter 5", "counter 2"))
+    drop = ("counter 5", "counter 2", "counter 4", "counter 7")
+    made = table(*names, right=names[1:], drop=drop)
     made.add_row("2026-11-20", 1, 1, 1, 1, 0, 1, 1, "0.00", None)
 
     lines = to_text(made, width=60).splitlines()
 
     left_out = ", ".join(f"counter {number}" for number in (2, 4, 5, 7, 8))
     assert " ".join(lines[4:]).split() == f"left out: {left_out}; --wide shows all".split()
+
+
+def test_a_zero_counts_as_content_where_a_table_does_not_say_otherwise() -> None:
+    made = table("limit on", "left", "held", "id", right=("left", "held"), drop=("id", "held"))
+    made.add_row("requests-per-minute of this key", 0, 0, ID)
+
+    lines = to_text(made, width=66).splitlines()
+
+    assert lines[1].split() == ["limit", "on", "left", "id"]
+    assert "left out: held; --wide shows all" in map(str.strip, lines)
 
 
 @given(
@@ -333,6 +348,35 @@ def test_changes_name_what_differs() -> None:
     assert changed('{"a": 1}', "") == "removed"
     assert changed("", "") == ""
     assert changed("odd", "odder") == "value: odd → odder"
+    quota = {"dimension": "cost_picos_per_day", "models": [], "watch": True, "strict": False}
+    quota |= {"input_weight_milli": 1000, "output_weight_milli": 250}
+    text = "dimension: cost-per-day, watch: true, output weight milli: 250"
+    assert changed("", json.dumps(quota)) == text
+    assert (
+        changed('{"ends_at": null}', '{"ends_at": "2026-11-28T01:36:50.271+01:00"}')
+        == "ends at: null → 2026-11-28 00:36:50Z"
+    )
+
+
+@pytest.mark.parametrize(
+    ("action", "after", "name"),
+    [
+        ("api_key.create", {"name": "bot", "prefix": "wk_rrh8rxsw"}, "wk_rrh8rxsw"),
+        ("project.create", {"name": "search"}, "search"),
+        ("price.set", {"model": "demo"}, "demo"),
+        ("quota.set", {"model": "demo", "limit_value": 10}, ""),
+    ],
+)
+def test_the_audit_log_says_who_changed_what_at_80_columns(
+    action: str, after: dict[str, object], name: str
+) -> None:
+    entry = AuditEntry(1, MADE, "wk_f5bgbgww", action, ID, "", json.dumps(after))
+
+    assert name_of(entry) == name
+    lines = to_text(ENTRIES.of([entry]), width=80).splitlines()
+    assert {"actor", "action", "change"} <= set(lines[1].split())
+    assert "wk_f5bgbgww" in lines[3]
+    assert name in " ".join(lines[3:5])
 
 
 def test_the_state_of_a_key_at_a_moment() -> None:

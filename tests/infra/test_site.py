@@ -27,6 +27,12 @@ QUESTIONS = {
     "add model": "how-to/add-a-model",
     "anthropic": "reference/anthropic",
     "api key": "how-to/keys",
+    "change currency": "how-to/prices",
+    "free tier": "how-to/prices",
+    "gdpr": "security",
+    "how much did I spend": "how-to/see-your-usage",
+    "json mode": "reference/openai",
+    "sample data": "how-to/close-a-month",
     "async client": "reference/python/client",
     "backup": "how-to/back-up",
     "base url": "reference/openai",
@@ -133,6 +139,16 @@ def test_a_page_has_version_repository_and_neighbours(site: Path) -> None:
     assert 'data-md-component="source"' not in page  # would ask the server of the repository
     assert "Previous: Keys" in page
     assert 'href="../icon.svg"' in page
+
+
+@pytest.mark.timeout(300)
+def test_no_page_is_a_dead_end(site: Path) -> None:
+    lost = (site / "404.html").read_text()
+    reason = (site / "reference" / "errors" / "QUOTA_EXCEEDED.html").read_text()
+
+    for page in ("quickstart", "how-to/keys", "reference/errors", "reference/cli"):
+        assert re.search(rf'<article.*href="[./]*/{page}\.html".*</article>', lost, re.S), page
+    assert re.search(r'<article.*href="\.\./errors\.html".*</article>', reason, re.S)
 
 
 @pytest.mark.parametrize("page", HOW_TOS, ids=lambda page: page.name)

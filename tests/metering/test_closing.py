@@ -499,6 +499,8 @@ async def test_a_month_before_the_first_is_closed_only_on_request(world: Closing
     ):
         await world.close("2024-10")
     assert await refused(world, "2025-09") == [ObstacleKind.MONTH_BEFORE_FIRST]
+    with pytest.raises(MonthNotClosable, match="and 1 empty month, from this one on"):
+        await world.close("2025-09")
     await world.close("2025-09", before_first=True)
 
     assert (await world.close("2025-10")).report.closed is not None

@@ -174,6 +174,7 @@ async def test_the_timeout_cancels_and_raises_with_what_was_delivered_and_its_us
         with pytest.raises(DeadlineExceeded) as caught:
             await client.complete("demo", "Hi", timeout=0.1)
 
+    assert "did not end within 0.1 s (timeout) and was cancelled" in caught.value.message
     partial = caught.value.partial
     assert partial is not None
     assert partial.text == "abc"

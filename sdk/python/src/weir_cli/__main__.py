@@ -27,6 +27,14 @@ from weir_cli.parameters import Option, unify, wide_and_home
 OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 COMMANDS = all_commands()
 EARLY = ("--json", "--wide")  # options of commands that may be written before the command
+# Words that other programs use for the same action; ours are among them.
+SYNONYMS = (
+    ("delete", "remove", "rm", "del", "revoke", "withdraw", "kill", "stop", "down", "end"),
+    ("list", "ls", "show", "get", "describe"),
+    ("create", "add", "new", "grant"),
+    ("set", "update", "edit", "change"),
+    ("up", "start", "run"),
+)
 HELP_WIDTH = 80  # columns of the help output
 HELP_END = "More: weir help COMMAND. Exit codes: " + ", ".join(
     f"{each:d} {each.name.lower().replace('_', ' ')}" for each in ExitCode
@@ -56,6 +64,14 @@ class Group(TyperGroup):
         for option in found:
             option.__class__ = GroupOption
         return found
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command. For another program's word for it, the error names the one here."""
+        if args and args[0] not in self.commands:
+            words = next((each for each in SYNONYMS if args[0] in each), ())
+            if meant := [repr(each) for each in words if each in self.commands]:
+                ctx.fail(f"No such command {args[0]!r}. Did you mean {', '.join(meant)}?")
+        return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move the options of a command that are written before its name behind it."""
@@ -149,7 +165,8 @@ class LazyGroup(Group):
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
-            error.message = error.message.removeprefix("Value error, ")
+            message = error.message.removeprefix("Value error, ")
+            error.message = message.replace("Input should be", "must be", 1)
             raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

@@ -8,27 +8,34 @@ from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from weir_client import QuotaDimension
 
 from weir_cli.connection import Output, admin_client, calls
 from weir_cli.render import Table
-from weir_cli.texts import parse_time
+from weir_cli.texts import parse_time, time_text
 
 if TYPE_CHECKING:
     from weir_client import AdminClient, AuditEntry
 
 PAGE_SIZE = 1000
+# The audit log has the names of the database, where cost is counted in picos.
+DIMENSIONS = {
+    each.value.replace("-", "_").replace("cost_", "cost_picos_"): each.value
+    for each in QuotaDimension
+}
+ORDINARY = {f"{kind}_weight_milli": 1000 for kind in ("input", "cached_input", "output")}
 ENTRIES: Table[AuditEntry] = Table(
     {
         "entry": lambda each: str(each.entry_id),
         "time": "create_time",
         "actor": "actor",
-        "action": "action",
-        "subject": "subject_id",
+        "action": lambda each: f"{each.action} {name_of(each)}".rstrip(),
+        "id": "subject_id",
         "change": lambda each: changed(each.before_json, each.after_json),
     },
     right=("entry",),
     empty="no matching entries",
-    drop=("subject", "entry", "actor"),
+    drop=("entry", "id"),
 )
 
 
@@ -84,10 +91,18 @@ def audit(
     return entries, ENTRIES.of(entries), *older
 
 
-def changed(before_json: str, after_json: str) -> str:
-    """Describe a change: `limit_value: 10 → 20`, the fields of a new object, or `removed`.
+def name_of(entry: AuditEntry) -> str:
+    """Return the prefix, name or model of the changed object; empty if it has an id alone."""
+    fields = _object(entry.before_json) | _object(entry.after_json)
+    by = ["model"] if entry.action.startswith("price.") else ["prefix", "name"]
+    return next((str(fields[each]) for each in by if fields.get(each)), "")
 
-    Ids and times are only in `--json`.
+
+def changed(before_json: str, after_json: str) -> str:
+    """Describe a change: `limit value: 10 → 20`, the fields of a new object, or `removed`.
+
+    Words are apart, so that a narrow column can wrap them. Only `--json` has ids, and what a new
+    object lacks or has in common with all new ones.
     """
     before, after = _object(before_json), _object(after_json)
     if not after:
@@ -95,15 +110,16 @@ def changed(before_json: str, after_json: str) -> str:
     shown = [
         name
         for name in after
-        if name != "id"
+        if name not in ("id", "uses_tracked_since")
         and not name.endswith(("_id", "_at", "_time"))
-        and after[name] not in ("", None)
+        and after[name] not in ("", None, False, [], {})
+        and after[name] != ORDINARY.get(name)
     ]
     if not before:
-        return ", ".join(f"{name}: {_word(after[name])}" for name in shown)
+        return ", ".join(f"{_label(name)}: {_word(after[name])}" for name in shown)
     differing = [name for name in after if before.get(name) != after[name]]
     return ", ".join(
-        f"{name}: {_word(before.get(name))} → {_word(after[name])}" for name in differing
+        f"{_label(name)}: {_word(before.get(name))} → {_word(after[name])}" for name in differing
     )
 
 
@@ -115,5 +131,19 @@ def _object(text: str) -> dict[str, object]:
     return value if isinstance(value, dict) else {"value": value}
 
 
+def _label(name: str) -> str:
+    return name.replace("_", " ")
+
+
 def _word(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    """Write a value as the other commands do: limits by their name there, times in UTC."""
+    if isinstance(value, list):
+        return " ".join(map(_word, value))
+    if not isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if value in DIMENSIONS:
+        return DIMENSIONS[value]
+    try:
+        return time_text(datetime.fromisoformat(value)) if "T" in value else value
+    except ValueError:
+        return value

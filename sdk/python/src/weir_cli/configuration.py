@@ -15,7 +15,7 @@ from weir_client import ChangeAction
 
 from weir_cli.commands import ExitCode
 from weir_cli.connection import admin_client, calls
-from weir_cli.render import JsonOption, note, print_json, show, wrong_use
+from weir_cli.render import JsonOption, note, print_json, show, unreadable, wrong_use
 from weir_cli.tenants import note_unpriced
 from weir_cli.texts import printable
 
@@ -199,7 +199,7 @@ def content_of(file: Path) -> str:
     try:
         return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        wrong_use(f"{file} cannot be read: {error}")
+        wrong_use(unreadable(file, error))
 
 
 def new_secrets_file(path: Path) -> int:

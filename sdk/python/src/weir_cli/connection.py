@@ -27,7 +27,6 @@ from weir_client import (
     DeadlineExceeded,
     IncompleteGeneration,
     InvalidRequest,
-    PermissionDenied,
     QuotaExceeded,
     Unauthenticated,
     Unavailable,
@@ -167,8 +166,6 @@ def explain(error: WeirError, address: str) -> str:
             )
         case Unauthenticated():
             return f"{message}; set WEIR_API_KEY or pass --api-key (server {address})"
-        case PermissionDenied():
-            return f"{message}; use a key with that permission"
         case IncompleteGeneration() | AlreadyExists() if error.request_id:
             return f"{message}; `weir trace {error.request_id}` shows its record"
         case DeadlineExceeded():

@@ -40,6 +40,7 @@ from weir_cli.render import (
     print_found,
     print_json,
     table,
+    unreadable,
 )
 from weir_cli.tenants import OWN_QUOTAS, limits
 from weir_cli.terms import option
@@ -240,7 +241,7 @@ def read_file(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{path} cannot be read: {error}") from error
+        raise typer.BadParameter(unreadable(path, error)) from error
 
 
 @calls(inference_client, shown=MODELS)

@@ -31,7 +31,17 @@ from weir_cli.connection import (
     organization_or_default,
     receipt_client,
 )
-from weir_cli.render import JsonOption, jsonable, note, print_json, put, show, table, wrong_use
+from weir_cli.render import (
+    JsonOption,
+    jsonable,
+    note,
+    print_json,
+    put,
+    show,
+    table,
+    unreadable,
+    wrong_use,
+)
 from weir_cli.texts import checked_month, counted, parse_picos
 
 if TYPE_CHECKING:
@@ -243,7 +253,7 @@ def verify(
     except (FileInvalid, ValueError, ImportError) as error:
         wrong_use(str(error))
     except OSError as error:
-        wrong_use(f"{error.filename} cannot be read: {error.strerror}")
+        wrong_use(unreadable(error.filename, error))
     print_verdict(verdict, reported, expected, as_json=as_json)
     if not verdict.valid:
         raise typer.Exit(ExitCode.FAILED)

@@ -141,6 +141,12 @@ def print_found(value: Any, *parts: RenderableType, as_json: bool) -> None:
             show(part)
 
 
+def unreadable(path: object, error: OSError | UnicodeDecodeError) -> str:
+    """Describe a file that cannot be read."""
+    cause = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+    return f"{path} cannot be read: {cause}"
+
+
 def note(text: str) -> None:
     """Print a remark on stderr, dim on a terminal."""
     typer.secho(text, dim=True, err=True)

@@ -57,8 +57,9 @@ class Sheet:
     """Table of literal text that cuts nothing and breaks no word, so that ids can be copied.
 
     Where it does not fit, long text wraps, then columns are left out: those without content, those
-    of `drop` in its order, then from the right. The last line names them. Below 60 columns, each
-    row is a record instead, one line for each column. `right` names the columns of numbers.
+    of `drop` in its order, of which columns of zeros go first, then from the right. The last line
+    names them. Below 60 columns, each row is a record instead, one line for each column. `right`
+    names the columns of numbers.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Sheet:
         empty = [
             index
             for index in range(1, len(self._columns))
-            if not any(row[index].strip("—0.") for row in cells)
+            if not any(row[index].strip("—0." if index in self._drop else "—") for row in cells)
         ]
         return [*empty, *(index for index in self._drop if index not in empty)]
 
@@ -243,6 +244,7 @@ def waterfall(
         bar = Text(_bar(start_ms / scale_ms, length_ms / scale_ms, cells), style=color)
         rows.append((name, length_ms, bar, about.get(name, meaning)))
         start_ms += length_ms
+    gaps = [Text(f"between two tokens: {about['gaps']}", style="dim")] if "gaps" in about else []
     marker = _marker(timings.ttft_ms / scale_ms, cells)
     rows.append(("first token", timings.ttft_ms, Text(marker), ""))
     rows.append(("total", timings.total_ms, Text("─" * cells, style="dim"), ""))
@@ -256,7 +258,7 @@ def waterfall(
         line = Text.assemble(head, bar)
         line.pad_right(max(0, cells - bar.cell_len))
         lines.append(line.append(f" {meaning}", style="dim"))
-    return Text("\n").join(lines)
+    return Text("\n").join([*lines, *gaps])
 
 
 def work_of(usage: Usage, timings: Timings) -> dict[str, str]:
@@ -273,7 +275,7 @@ def work_of(usage: Usage, timings: Timings) -> dict[str, str]:
         details["decode"] = f"{1000 / rate:,.1f} ms a token"
         if timings.itl_max_ms:
             gaps = timings.itl_p50_ms, timings.itl_p99_ms, timings.itl_max_ms
-            details["decode"] += "; gaps p50 {:,.1f}, p99 {:,.1f}, max {:,.1f} ms".format(*gaps)
+            details["gaps"] = "p50 {:,.1f}, p99 {:,.1f}, max {:,.1f} ms".format(*gaps)
     return details
 
 

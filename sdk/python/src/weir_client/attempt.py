@@ -168,6 +168,7 @@ class Attempt:
         self.begun = False  # a frame of this request has arrived
         self.cancelled = False
         self.expired = False  # the caller's timeout passed
+        self._timeout_s: float | None = None
         self._events: deque[Event] = deque()
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
@@ -193,8 +194,12 @@ class Attempt:
         if self._prefetch is not None:
             self._prefetch.begin(credit_token_count)
 
-    def expire_at(self, deadline: float) -> None:
-        """End the request at `deadline` (time of the event loop) if it still runs."""
+    def expire_at(self, deadline: float, timeout_s: float) -> None:
+        """End the request at `deadline` (time of the event loop) if it still runs.
+
+        The error names `timeout_s`.
+        """
+        self._timeout_s = timeout_s
         if self.outcome is None:
             self._timers.append(asyncio.get_running_loop().call_at(deadline, self._expire))
 
@@ -438,8 +443,9 @@ class Attempt:
             self._end(self.incomplete(message, self._lost_cause))
 
     def _deadline_error(self) -> errors.DeadlineExceeded:
+        given = "its deadline" if self._timeout_s is None else f"{self._timeout_s:g} s (timeout)"
         return errors.DeadlineExceeded(
-            "the request was not done in the time given and was cancelled",
+            f"the request did not end within {given} and was cancelled",
             request_id=self.request_id,
             partial=self.partial(),
         )

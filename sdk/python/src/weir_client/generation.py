@@ -241,8 +241,8 @@ class AsyncGeneration:
                 continuation.begin()
             else:
                 self._stream.start(attempt, frame)
-            if self._deadline is not None:
-                attempt.expire_at(self._deadline)
+            if self._deadline is not None and self._terms.timeout_s is not None:
+                attempt.expire_at(self._deadline, self._terms.timeout_s)
         except errors.WeirError as error:
             self._error = error
             raise
