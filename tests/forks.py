@@ -24,7 +24,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,13 +186,16 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def decisive(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that imports may depend on: no settings of Weir, tests or pytest."""
+    """Return the variables that imports may depend on: no settings of Weir, tests, pytest or a
+    shell.
+    """
     ignored = (
         "WEIR_",
         "PYTEST_",
         "TORCHINDUCTOR_CACHE_DIR",
         "TOKENIZERS_PARALLELISM",
         "TENSORRT_DOUBLE",
+        *("PWD", "OLDPWD", "SHLVL", "_"),
     )
     chosen = [
         key for key in environment if key.startswith("WEIR_NATIVE") or not key.startswith(ignored)
@@ -302,8 +307,33 @@ def main() -> None:
         request = serve(listener, decisive(environment))
     os.environ.clear()
     os.environ.update(set_by_imports | request["environment"])
+    os.chdir(request.get("directory", "."))
     sys.argv[1:] = request["arguments"]
-    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    status: object = None
+    try:
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        status = ended.code
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    end(status)
+
+
+def end(status: object) -> None:
+    """End the process as the interpreter does, but destroy no object, which would copy its page.
+
+    status: of `SystemExit`.
+    """
+    if not isinstance(status, int | None):
+        print(status, file=sys.stderr)
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed
+            stream.flush()
+    os._exit(status or 0)
 
 
 if __name__ == "__main__":

@@ -374,6 +374,7 @@ QUESTIONS: tuple[Callable[[torch.device], Answer], ...] = (
 def answer_in_turn(indices: Sequence[int], device_name: str, results: Connection) -> None:
     """Answer questions until one raises an exception. Runs in a process of its own."""
     device = open_device(device_name)
+    gc.freeze()  # collections walk the objects of the questions only
     for index in indices:
         try:
             results.send(QUESTIONS[index](device))
@@ -387,7 +388,7 @@ def answer_in_turn(indices: Sequence[int], device_name: str, results: Connection
 
 def answers(device_name: str) -> Iterator[Answer]:
     """Yield the answers to all questions. After a failure, a new process answers the rest."""
-    context, index = multiprocessing.get_context("spawn"), 0
+    context, index = multiprocessing.get_context("forkserver"), 0
     while index < len(QUESTIONS):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(

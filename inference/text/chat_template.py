@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -19,7 +19,7 @@ from itertools import count, product
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, meta
+from jinja2 import Template, TemplateError, meta
 from jinja2.ext import loopcontrols
 
 from inference.checkpoint.json_files import entries_of, read_json
@@ -95,6 +95,7 @@ CUT_CHARS = 6  # as many characters of an id without the rest show that a templa
 Thinking = bool | str | None
 # Conversations of which a template's fault is remembered, and the turns of one: at most 5 MB.
 KNOWN_FAULTS_MAX, KNOWN_TURNS_MAX = 1024, 64
+COMPILED_MAX = 32  # templates whose code is kept, for the replicas and restarts of their models
 
 
 class ChatTemplates:
@@ -239,20 +240,26 @@ class ChatTemplates:
         )
 
 
+@lru_cache(COMPILED_MAX)
+def _compiled(source: str) -> tuple[Template, Set[str]]:
+    """Compile a template; return it and the variables that it reads. Raises: TemplateError."""
+    environment = BoundedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock]
+    )
+    environment.globals["raise_exception"] = refuse
+    environment.filters["tojson"] = to_json
+    template = environment.from_string(source)
+    # Copied at each rendering, which takes longer from the `ChainMap` that Jinja makes.
+    template.globals = dict(template.globals)
+    return template, meta.find_undeclared_variables(environment.parse(source))
+
+
 class _ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], path: Path) -> None:
-        environment = BoundedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock]
-        )
-        environment.globals["raise_exception"] = refuse
-        environment.filters["tojson"] = to_json
         try:
-            self._template = environment.from_string(source)
+            self._template, self.variables = _compiled(source)
         except TemplateError as error:
             raise CheckpointInvalid(path, f"the chat template does not parse: {error}") from error
-        # Copied at each rendering, which takes longer from the `ChainMap` that Jinja makes.
-        self._template.globals = dict(self._template.globals)
-        self.variables = meta.find_undeclared_variables(environment.parse(source))
         self.thinking_switch = next(
             (name for name in THINKING_SWITCHES if name in self.variables), None
         )

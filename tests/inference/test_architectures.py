@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +161,10 @@ def test_batched_chunked_cached_and_preempted_equal_alone(
         make_request(random_prompt(rng, length), 100)
         for length in (60, 250, 61, 100, 62, 63, 64, 65)
     ]
+    core = make_core(directory, step_token_count_max=1024)
     alone = [
-        run_all(make_core(directory, step_token_count_max=1024), [request])[0].token_ids
-        for request in requests
+        run_all(core, [replace(request, cache_salt=f"alone {number}")], number)[0].token_ids
+        for number, request in enumerate(requests)
     ]
     chunked_core = make_core(directory, step_token_count_max=67)
     crowded = make_core(

@@ -36,6 +36,7 @@ from tests.remote_servers import hostile as grpc_forms
 from tests.remote_servers.serving import hostile_process
 
 COUNT = 10
+SILENT = ("silence", "a slow drip")  # end after a timeout, which passes beside the other forms
 MEMORY_MAX_MIB = 64
 BYSTANDER = make_request(tuple(range(40, 50)), 20)
 Outcomes = dict[str, str]
@@ -137,21 +138,32 @@ class Trial:
         self._watch = watch
         self._connection = engine._connection
         self._bystanders: list[Heard] = []
+        self._before_mib = 0
 
     async def outcome(self, request: GenerationRequest) -> str:
         """Run a request; return the class of its end, or what else went wrong."""
+        await self._begin()
+        return await self._end(submitted(self._engine, request))
+
+    async def outcome_of(self, heard: Heard) -> str:
+        """Return the same of a request that runs already."""
+        await self._begin()
+        return await self._end(heard)
+
+    async def _begin(self) -> None:
         reset_peak()
-        before_mib = peak_mib()
+        self._before_mib = peak_mib()
         self._watch.restart()
         self._bystanders = [submitted(self._engine, BYSTANDER)]
         await until(lambda: len(self._bystanders[-1].ids) > 0)
-        heard = submitted(self._engine, request)
+
+    async def _end(self, heard: Heard) -> str:
         while not heard.is_over:
             await until(lambda: heard.is_over or self._bystanders[-1].is_over)
             if not heard.is_over:
                 self._bystanders.append(submitted(self._engine, BYSTANDER))
         await until(lambda: self._bystanders[-1].is_over)
-        wrong = [*self._wrong(heard, peak_mib() - before_mib)]
+        wrong = [*self._wrong(heard, peak_mib() - self._before_mib)]
         if self._engine._connection is not self._connection:
             wrong.append("the connection ended")
             await until(self._engine.healthy)
@@ -183,7 +195,14 @@ async def outcomes(settings: RemoteSettings, requests: dict[str, GenerationReque
         assert expected.finished is not None, expected.error
         with LoopWatch() as watch:
             trial = Trial(engine, expected, watch)
-            return {name: await trial.outcome(request) for name, request in requests.items()}
+            silent = {
+                name: submitted(engine, requests[name]) for name in SILENT if name in requests
+            }
+            ends = {
+                name: await trial.outcome(requests[name]) for name in requests if name not in silent
+            }
+            ends |= {name: await trial.outcome_of(heard) for name, heard in silent.items()}
+            return ends
 
 
 def request_for(name: str, prompt: tuple[int, ...]) -> GenerationRequest:

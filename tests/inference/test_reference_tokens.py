@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,12 @@ def typed_core(
 def tokens_alone(
     directory: Path, dtype: ComputeDtype, requests: Sequence[GenerationRequest]
 ) -> list[list[int]]:
-    """Return the tokens of each request in its own engine."""
-    return [run_all(typed_core(directory, dtype), [request])[0].token_ids for request in requests]
+    """Return the tokens of each request, run alone and without the cache of those before."""
+    core = typed_core(directory, dtype)
+    return [
+        run_all(core, [replace(request, cache_salt=f"alone {number}")], number)[0].token_ids
+        for number, request in enumerate(requests)
+    ]
 
 
 def reference_greedy(

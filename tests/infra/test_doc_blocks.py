@@ -24,6 +24,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import insert, text
+from weir_cli.commands import all_commands
 
 from api.core.settings import DEMO_ENCODER_NAME, bundled_encoders
 from api.metrics.operator_http import span_metrics
@@ -36,6 +37,7 @@ from metering.store.embedded_postgres import EmbeddedPostgres, binaries
 from metering.tenants.api_keys import find_api_key
 from metering.tenants.tenants import find_organization
 from tests.conftest import new_home, remove_home
+from tests.forks import Server
 from tests.infra.test_docs import BLOCK, DOCS, OUTSIDE, PAGES, ROOT
 from tests.metering.usage import Consumed, Customer, add_usage
 from tests.scraped import scrape
@@ -83,7 +85,8 @@ NOT_RUN = {
     },
 }
 MONTHS = (datetime(2026, 9, 10, 12, tzinfo=UTC), datetime(2026, 10, 10, 12, tzinfo=UTC))
-# Commands of the pages as functions: servers run in the background of the page's shell.
+# Commands of the pages as functions: servers run in the background of the page's shell, other
+# commands are forked from a process that has imported them.
 FUNCTIONS = r"""
 weir() {
   case "$1" in
@@ -94,7 +97,7 @@ weir() {
       done
       export WEIR_ADDRESS=$(jq --raw-output .address "$WEIR_HOME/serve.json") ;;
     up) ;;
-    *) "$PYTHON" -m weir_cli "$@" ;;
+    *) "$PYTHON" -IS "$PYTHONPATH/tests/forked_command.py" "$FORKS" weir_cli "$@" ;;
   esac
 }
 python() { "$PYTHON" "$@"; }
@@ -202,7 +205,11 @@ PREPARED = {
         {"2026-12": "2036-12", "bolt": "prices"}, "weir org create prices >/dev/null\n"
     ),
     "docs/how-to/prove-the-ledger.md": Page(
-        setup='export WEIR_DATABASE_URL="{database_url}"\n', has_past_usage=True
+        setup="""
+        export WEIR_DATABASE_URL="{database_url}"
+        until_found "SELECT true WHERE NOT EXISTS (TABLE unrated_usage)"
+        """,
+        has_past_usage=True,
     ),
     "docs/how-to/quotas.md": Page(
         {
@@ -262,6 +269,7 @@ class Stage:
     home: Path
     environment: dict[str, str]
     webhook_url: str
+    commands: Server
 
     @property
     def database_url(self) -> str:
@@ -286,9 +294,10 @@ class Stage:
 
     def run(self, script: str, directory: Path) -> str:
         """Run a script in bash and return the output of both streams. It must succeed."""
+        names = f"FORKS='{self.commands.path}' STAGE_URL='{self.database_url}'\n"
         done = subprocess.run(
-            ["bash", "-c", FUNCTIONS + script],
-            env=self.environment | {"STAGE_URL": self.database_url},
+            ["bash", "-c", names + FUNCTIONS + script],
+            env=self.environment,
             cwd=directory,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -349,7 +358,11 @@ def stage(webhook_url: str) -> Iterator[Stage]:
     try:
         wait_for(lambda: up.poll() is not None or (home / "connection.json").exists(), "weir up")
         assert up.poll() is None, (home / "up.log").read_text()
-        yield Stage(home, environment, webhook_url)
+        modules = {each.target.partition(":")[0] for each in all_commands().values()}
+        commands = Server(
+            "api.cli.fsck", "api.cli.stripe", *modules, environment=lambda: environment
+        )
+        yield Stage(home, environment, webhook_url, commands)
     finally:
         up.terminate()
         up.wait(TIMEOUT_S)
