@@ -64,7 +64,13 @@ def children_of(pid: int) -> list[int]:
 
 def descendants(pid: int) -> list[int]:
     """List the ids of a process's current children and their descendants."""
-    return [each for child in children_of(pid) for each in (child, *descendants(child))]
+    children: dict[int, list[int]] = {}
+    for child, parent in parents().items():
+        children.setdefault(parent, []).append(child)
+    found = [pid]
+    for each in found:
+        found += children.get(each, ())
+    return found[1:]
 
 
 def command_line(pid: int) -> str:

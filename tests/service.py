@@ -715,21 +715,24 @@ async def price_model(session: AsyncSession, model: str = MODEL) -> None:
 
 
 def wait_for(
-    condition: Callable[[], Value | None], what: str, patience_s: float = PATIENCE_S
+    condition: Callable[[], Value | None],
+    what: str,
+    patience_s: float = PATIENCE_S,
+    poll_s: float = POLL_S,
 ) -> Value:
     """Poll until the condition is true; return its value. Blocks the event loop."""
     deadline = time.monotonic() + patience_s
     while (value := condition()) is None or value is False:
         assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
     return value
 
 
-async def until(condition: Callable[[], object], what: str) -> None:
+async def until(condition: Callable[[], object], what: str, poll_s: float = POLL_S) -> None:
     """Poll until the condition is true, without blocking the event loop."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110  # depends on another process
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(poll_s)
 
 
 async def all_taken(output: OutputBuffer) -> None:

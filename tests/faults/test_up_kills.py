@@ -32,6 +32,7 @@ pytestmark = pytest.mark.faults
 
 CLIENTS = 3
 TOKENS = 20
+SCAN_S = 0.1  # between two looks at all processes of the machine, which take 10 ms of CPU
 # PostgreSQL's processes of one connection or one task, and the programs that start it.
 PASSING = re.compile(
     r"\[local\]|worker process|autovacuum worker|startup|initdb|pg_ctl|postgres: ?$"
@@ -61,7 +62,7 @@ class Up:
                 stdout=log,
                 stderr=log,
             )
-        wait_for(self._has_started, "weir up")
+        wait_for(self._has_started, "weir up", poll_s=SCAN_S)
 
     def _has_started(self) -> bool:
         assert self.process is not None
@@ -112,14 +113,13 @@ class Up:
     @property
     def guard(self) -> int | None:
         """The process that nothing else of it has started."""
-        return next(
-            (pid for pid in self._commands() if parents().get(pid) not in self._commands()), None
-        )
+        commands, above = self._commands(), parents()
+        return next((pid for pid in commands if above.get(pid) not in commands), None)
 
     @property
     def supervisor(self) -> int | None:
-        each = (pid for pid in self._commands() if parents().get(pid) in self._commands())
-        return next(each, None)
+        commands, above = self._commands(), parents()
+        return next((pid for pid in commands if above.get(pid) in commands), None)
 
     def _commands(self) -> list[int]:
         return [pid for pid in self.tree() if "weir_cli" in command_line(pid)]
@@ -271,14 +271,14 @@ async def test_each_process_that_is_killed_under_load_comes_back_without_help(up
         for kind, at in victims:
             pid = up.kinds()[kind][at]
             outages_s[f"{kind} {at}"] = await load.answered_again(killed(up, pid))
-            await until(lambda: is_whole(without=pid), kind)  # noqa: B023
+            await until(lambda: is_whole(without=pid), kind, SCAN_S)  # noqa: B023
         # Everything at once, and then what has just begun to start.
         api = up.api
         began_at = killed(up, up.supervisor, up.engine, api, up.worker, up.postmaster)
-        await until(lambda: up.api not in (None, api) and up.postmaster, "both to start")
+        await until(lambda: up.api not in (None, api) and up.postmaster, "both to start", SCAN_S)
         killed(up, up.api, up.postmaster)
         outages_s["all, twice"] = await load.answered_again(began_at)
-        await until(lambda: up.worker is not None, "the worker")
+        await until(lambda: up.worker is not None, "the worker", SCAN_S)
     print({name[-60:]: round(outage_s, 1) for name, outage_s in outages_s.items()})
 
     await check_database(up, load)
@@ -294,9 +294,10 @@ async def test_parts_serve_on_while_weir_up_is_replaced_and_end_with_it(up: Up) 
             await until(
                 lambda: up.supervisor not in (None, *left) and up.guard is not None,  # noqa: B023
                 f"the {name}",
+                SCAN_S,
             )
         supervises = up.home / ".up.lock"
-        await until(lambda: supervises.read_text() == str(up.supervisor), "it to supervise")
+        await until(lambda: supervises.read_text() == str(up.supervisor), "it to supervise", SCAN_S)
         await load.answered_again(time.monotonic())
     assert parts == (up.api, up.worker, up.engine, up.postmaster)
     await check_database(up, load)
@@ -307,7 +308,7 @@ async def test_parts_serve_on_while_weir_up_is_replaced_and_end_with_it(up: Up) 
     assert f"`kill {up.supervisor}`" in "".join(again.stdout.splitlines())
     assert up.guard is not None
     os.kill(up.guard, signal.SIGTERM)
-    await until(lambda: not up.tree(), "everything to end")
+    await until(lambda: not up.tree(), "everything to end", SCAN_S)
 
 
 def weir_up_again(up: Up) -> subprocess.CompletedProcess[str]:
@@ -327,7 +328,7 @@ def test_what_a_supervisor_leaves_that_is_killed_while_it_stops_is_ended(up: Up)
     os.kill(up.pid, signal.SIGTERM)
     killed(up, up.supervisor)
 
-    wait_for(lambda: not up.tree(), "everything to end")
+    wait_for(lambda: not up.tree(), "everything to end", poll_s=SCAN_S)
 
 
 async def test_weir_up_killed_as_a_whole_leaves_nothing_to_do_but_to_start_it(up: Up) -> None:
