@@ -38,10 +38,15 @@ from metering.store.migrations_runner import migrate, prepare_application_role
 from tests.forked_workers import execute_worker, fork_workers
 
 # Long files first: distributed last, one of them would keep a single worker busy at the end.
-# The files of tests/metering/, all short, fill the end. Files of one group are mixed: those of
-# tests/faults/ mostly wait for processes that they start and kill, the others compute meanwhile.
+# The other files of tests/metering/ and tests/cli/, all short, fill the end. Files of one group are
+# mixed: those of tests/faults/ mostly wait for processes that they start and kill, the others
+# compute meanwhile.
 LONG_FILES_FIRST = (
-    ("tests/faults/", "tests/api/", "tests/bench/"),
+    (
+        *("tests/faults/", "tests/api/", "tests/bench/", "tests/cli/test_deep_files"),
+        *("tests/metering/test_pipeline", "tests/metering/test_refused_exports"),
+        *("tests/metering/test_hold", "tests/metering/test_stripe", "tests/metering/test_closing"),
+    ),
     *(("tests/e2e/",), ("tests/sdk/",), ("tests/test_",), ("tests/infra/",), ("tests/inference/",)),
 )
 
