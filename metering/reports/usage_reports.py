@@ -559,11 +559,15 @@ def usage_row(row: Row[Any]) -> UsageRow:
 
 
 class RecordedRequest(NamedTuple):
-    """Hold of a request, the currency of its price, and its usage events by part."""
+    """Hold of a request, the currency of its price, its usage events by part, and its end user.
+
+    `end_user` is empty if none was given, or if it was erased.
+    """
 
     hold: Hold
     currency_code: str
     events: Sequence[UsageEvent]
+    end_user: str
 
 
 async def find_recorded_request(
@@ -582,4 +586,6 @@ async def find_recorded_request(
     price = await session.get_one(PriceVersion, hold.price_version_id)
     events = select(UsageEvent).where(UsageEvent.hold_id == hold.id).order_by(UsageEvent.part)
     found = (await session.scalars(events)).all()
-    return RecordedRequest(hold, price.currency_code, found)
+    subject = hold.end_user_id and await session.get_one(UsageSubject, hold.end_user_id)
+    end_user = subject and subject.name
+    return RecordedRequest(hold, price.currency_code, found, end_user or "")

@@ -21,7 +21,14 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc.aio
 
 from weir_client import errors
-from weir_client.checks import check_known, check_labels, check_retries, check_seconds, invalid
+from weir_client.checks import (
+    check_end_user,
+    check_known,
+    check_labels,
+    check_retries,
+    check_seconds,
+    invalid,
+)
 from weir_client.status import error_from_rpc
 from weir_client.tls import Tls, TlsOptions, resolve_tls, without_scheme
 
@@ -107,6 +114,7 @@ class ConnectionSettings:
     retry: RetryPolicy = RetryPolicy()
     timeout_s: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    end_user: str | None = None
 
     @classmethod
     def resolve(
@@ -120,6 +128,7 @@ class ConnectionSettings:
         retry: RetryPolicy | None = None,
         timeout: float | None = None,
         labels: Mapping[str, str] | None = None,
+        end_user: str | None = None,
         options: Sequence[str] = UNARY_OPTIONS,
         **tls: Unpack[TlsOptions],
     ) -> ConnectionSettings:
@@ -134,6 +143,7 @@ class ConnectionSettings:
         check_seconds("timeout", timeout)
         check_retries(retry.max_retries if retry else None)
         check_labels(labels or {})
+        check_end_user(end_user)
         if timeout is not None and timeout <= 0:
             raise invalid("timeout", f"must be above 0 s, not {timeout!r}; None sets no limit")
         field = "address" if address else "WEIR_ADDRESS"
@@ -163,6 +173,7 @@ class ConnectionSettings:
             retry or RetryPolicy(),
             timeout,
             dict(labels or {}),
+            end_user,
         )
 
 
