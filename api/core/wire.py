@@ -55,6 +55,7 @@ TIER_NUMBERS = {tier: pb.ServiceTier.Value(f"SERVICE_TIER_{tier.name}") for tier
 SUBJECTS = {
     subject: types_pb2.QuotaSubject.Value(f"QUOTA_SUBJECT_{subject.name}")
     for subject in QuotaSubject
+    if f"QUOTA_SUBJECT_{subject.name}" in set(types_pb2.QuotaSubject.keys())
 }
 DIMENSION_NUMBERS = {
     each: types_pb2.QuotaDimension.Value(f"QUOTA_DIMENSION_{each.name}") for each in QuotaDimension

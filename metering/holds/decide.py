@@ -80,7 +80,8 @@ class HoldTerms:
     """Payer, prices and quotas shared by all holds of one key for one model.
 
     `payer_ids` are the ids of organization, project and key as in receipts, 48 bytes. `charged` are
-    the prices that quotas on money count. The packed ids are elements of a packed array.
+    the prices that quotas on money count. `end_user` is the number of the end user's id, 0 without
+    one. The packed ids are elements of a packed array.
     """
 
     payer_ids: bytes
@@ -88,10 +89,11 @@ class HoldTerms:
     embedding: bool
     prices: TokenPrices
     quota_ids: tuple[int, ...]
+    end_user: int = 0
     charged: TokenPrices = field(init=False)
     money: Scale = field(init=False)  # `charged` as a scale
     project_id: bytes = field(init=False)
-    packed_payer_ids: list[bytes] = field(init=False)  # organization, project, key
+    packed_payer_ids: list[bytes] = field(init=False)  # organization, project, key, end user
     packed_quota_ids: list[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +101,8 @@ class HoldTerms:
         self.charged = embedding_terms(self.prices) if self.embedding else self.prices
         self.money = money_scale(self.charged)
         self.project_id = self.payer_ids[16:32]
-        self.packed_payer_ids = [packed_id(each.int) for each in owners_in(self.payer_ids)]
+        ids = *(each.int for each in owners_in(self.payer_ids)), self.end_user
+        self.packed_payer_ids = [packed_id(each) for each in ids]
         self.packed_quota_ids = list(map(packed_id, self.quota_ids))
 
 

@@ -60,11 +60,12 @@ def _numbers_of_row(columns: str) -> str:
 INSERT_HOLDS = f"""
 INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model,
     price_version_id, labels, process_id, input_token_count, leased_token_count, quota_ids,
-    admitted_at, charged_at, expires_at, embedding)
-SELECT ids[2 * i - 1], payers[3 * t - 2], payers[3 * t - 1], payers[3 * t], ids[2 * i],
+    admitted_at, charged_at, expires_at, embedding, end_user_id)
+SELECT ids[2 * i - 1], payers[4 * t - 3], payers[4 * t - 2], payers[4 * t - 1], ids[2 * i],
     payload_hash, models[t], terms[4 * t - 3], coalesce(labels::jsonb, '{{}}'), %s::uuid,
     input_token_count, leased_token_count, quota_ids[terms[4 * t - 2]:terms[4 * t - 1]],
-    now(), now(), now() + make_interval(secs => %s), terms[4 * t] <> 0
+    now(), now(), now() + make_interval(secs => %s), terms[4 * t] <> 0,
+    nullif(payers[4 * t], '00000000-0000-0000-0000-000000000000')
 FROM (SELECT %s::uuid[] AS payers, %s::text[] AS models, %s::bigint[] AS terms,
         %s::uuid[] AS quota_ids, %s::uuid[] AS ids, %s::bigint[] AS numbers) AS sent,
     unnest(%s::bytea[], %s::text[]) WITH ORDINALITY AS v(payload_hash, labels, i),
@@ -154,12 +155,14 @@ WITH signed AS (
 INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id, request_id, model,
     outcome, input_token_count, cached_input_token_count, generated_token_count,
     delivered_token_count, billed_token_count, price_version_id, cost_picos, timings, labels,
-    recovered, admitted_at, settled_at, receipt_sequence, previous_receipt_hash, receipt_hash,
+    end_user_id, recovered, admitted_at, settled_at, receipt_sequence, previous_receipt_hash,
+    receipt_hash,
     embedding_token_count, migration_count, journalled_token_count, reasoning_token_count,
     billed_reasoning_token_count, receipt_is_timed, receipt_batch_id)
 SELECT h.id, part, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model,
     v.outcome, input, cached, generated, delivered, billed, h.price_version_id, cost,
-    v.timings::jsonb, h.labels, recovered <> 0, h.admitted_at, v.settled_at, sequence,
+    v.timings::jsonb, h.labels, h.end_user_id, recovered <> 0, h.admitted_at, v.settled_at,
+    sequence,
     v.previous_hash, v.hash, embedded, migrations, journalled, reasoning,
     billed_reasoning, v.timings IS NOT NULL, (SELECT id FROM signed)
 FROM (SELECT %s::bigint[] AS numbers) AS sent,
@@ -282,7 +285,7 @@ def new_holds(writes: BatchWrites, owner: HoldOwner) -> list[Statement]:
     terms: list[int] = []
     quota_ids: list[bytes] = []
     for each in indexes:
-        payers += each.packed_payer_ids
+        payers += each.packed_payer_ids  # of organization, project, key and end user
         first = len(quota_ids) + 1
         quota_ids += each.packed_quota_ids
         terms += each.prices.version, first, len(quota_ids), each.embedding

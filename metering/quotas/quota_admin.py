@@ -277,6 +277,8 @@ async def find_subject(
         case QuotaSubject.API_KEY:
             key = await find_api_key(session, ref)
             return key.id, key.organization_id
+        case _:
+            raise InvalidValue("subject", "must be an organization, a project or a key")
 
 
 def in_units(dimension: QuotaDimension) -> str:
