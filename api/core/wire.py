@@ -24,7 +24,6 @@ from google.protobuf import message_factory
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
-from metering.tenants.usage_subjects import checked_end_user
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
@@ -35,6 +34,7 @@ from metering.core.errors import InvalidValue
 from metering.core.models import Outcome, QuotaDimension, QuotaSubject, ServiceTier
 from metering.holds.operations import PAYLOAD_KEY_NAME_BYTES
 from metering.receipts.signing import Signer
+from metering.tenants.usage_subjects import checked_end_user
 
 M = TypeVar("M", bound=Message)
 MODEL_MISSING = "must name a model; see ListModels"
@@ -55,7 +55,6 @@ TIER_NUMBERS = {tier: pb.ServiceTier.Value(f"SERVICE_TIER_{tier.name}") for tier
 SUBJECTS = {
     subject: types_pb2.QuotaSubject.Value(f"QUOTA_SUBJECT_{subject.name}")
     for subject in QuotaSubject
-    if f"QUOTA_SUBJECT_{subject.name}" in set(types_pb2.QuotaSubject.keys())
 }
 DIMENSION_NUMBERS = {
     each: types_pb2.QuotaDimension.Value(f"QUOTA_DIMENSION_{each.name}") for each in QuotaDimension

@@ -22,7 +22,15 @@ from sqlalchemy import Row, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import Hold, HoldState, PriceVersion, TokenKind, UsageEvent, record_of
+from metering.core.models import (
+    Hold,
+    HoldState,
+    PriceVersion,
+    TokenKind,
+    UsageEvent,
+    UsageSubject,
+    record_of,
+)
 from metering.core.pages import page_token, page_values, row_id, utc_time
 from metering.invoicing.months import CANCELLED, FAILED, LIMITED
 from metering.ledger.ledger import MonthState, TransactionKind, month_bounds
@@ -586,6 +594,7 @@ async def find_recorded_request(
     price = await session.get_one(PriceVersion, hold.price_version_id)
     events = select(UsageEvent).where(UsageEvent.hold_id == hold.id).order_by(UsageEvent.part)
     found = (await session.scalars(events)).all()
-    subject = hold.end_user_id and await session.get_one(UsageSubject, hold.end_user_id)
-    end_user = subject and subject.name
+    end_user = await session.scalar(
+        select(UsageSubject.name).where(UsageSubject.id == hold.end_user_id)
+    )
     return RecordedRequest(hold, price.currency_code, found, end_user or "")

@@ -241,9 +241,7 @@ async def check_room(
     ids = new_hold_id(), payer, start.request_id, start.payload_hash
     counts = least_token_count, 1, 1
     await admission.check_room(
-        Admit(
-            *ids, start.model, *counts, start.labels, start.tier, end_user=start.end_user
-        )
+        Admit(*ids, start.model, *counts, start.labels, start.tier, end_user=start.end_user)
     )
 
 

@@ -12,7 +12,9 @@ export type QuotaSubject =
   | "UNSPECIFIED"
   | "ORGANIZATION"
   | "PROJECT"
-  | "API_KEY";
+  | "API_KEY"
+  | "END_USER"
+  | "LABEL";
 
 /** Measure and window of a quota. "unspecified": newer than this client. */
 export const QUOTA_DIMENSIONS = [

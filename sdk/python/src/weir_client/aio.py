@@ -21,6 +21,7 @@ from weir_client.connection import (
     Connection,
     ConnectionSettings,
     LazyClient,
+    Purpose,
     RetryPolicy,
     tried,
 )
@@ -120,8 +121,7 @@ class AsyncClient(LazyClient):
                 keepalive_s=keepalive_s,
                 retry=RetryPolicy(max_retries, retry_wait_max_s),
                 timeout=timeout,
-                labels=labels,
-                end_user=end_user,
+                purpose=Purpose(labels, end_user),
                 options=OPTIONS,
                 **tls,
             )
@@ -266,7 +266,7 @@ class AsyncClient(LazyClient):
     def _labelled(self, labels: Mapping[str, str] | None) -> Mapping[str, str]:
         """Add the client's labels to those of a request."""
         check_labels(labels or {})
-        return {**self._settings.labels, **(labels or {})}
+        return {**(self._settings.purpose.labels or {}), **(labels or {})}
 
     def _embed_request(
         self, model: str, inputs: str | Sequence[EmbedInput], options: EmbedOptions
@@ -278,7 +278,7 @@ class AsyncClient(LazyClient):
 
     def _end_user(self, end_user: str | None) -> str:
         """Choose the end user of a request: its own, or the client's."""
-        return (self._settings.end_user if end_user is None else end_user) or ""
+        return (self._settings.purpose.end_user if end_user is None else end_user) or ""
 
     def _terms(self, frame: pb.ClientFrame, options: GenerateOptions) -> Terms:
         """Build the terms of a request, and set the keep time in its start frame."""

@@ -103,6 +103,22 @@ class RetryPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class Purpose:
+    """Labels and end user of each request of a client, unless a request has its own.
+
+    Raises: InvalidRequest for values of another type.
+    """
+
+    labels: Mapping[str, str] | None = None
+    end_user: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_labels(self.labels or {})
+        check_end_user(self.end_user)
+
+
+@dataclass(frozen=True, slots=True)
 class ConnectionSettings:
     """Resolved address and options of a connection. `AsyncClient` documents each of them."""
 
@@ -113,8 +129,7 @@ class ConnectionSettings:
     keepalive_s: float = KEEPALIVE_S
     retry: RetryPolicy = RetryPolicy()
     timeout_s: float | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
-    end_user: str | None = None
+    purpose: Purpose = Purpose()
 
     @classmethod
     def resolve(
@@ -127,8 +142,7 @@ class ConnectionSettings:
         keepalive_s: float = KEEPALIVE_S,
         retry: RetryPolicy | None = None,
         timeout: float | None = None,
-        labels: Mapping[str, str] | None = None,
-        end_user: str | None = None,
+        purpose: Purpose | None = None,
         options: Sequence[str] = UNARY_OPTIONS,
         **tls: Unpack[TlsOptions],
     ) -> ConnectionSettings:
@@ -142,8 +156,6 @@ class ConnectionSettings:
         check_known(tls, (*TlsOptions.__annotations__, *options))
         check_seconds("timeout", timeout)
         check_retries(retry.max_retries if retry else None)
-        check_labels(labels or {})
-        check_end_user(end_user)
         if timeout is not None and timeout <= 0:
             raise invalid("timeout", f"must be above 0 s, not {timeout!r}; None sets no limit")
         field = "address" if address else "WEIR_ADDRESS"
@@ -172,8 +184,7 @@ class ConnectionSettings:
             keepalive_s,
             retry or RetryPolicy(),
             timeout,
-            dict(labels or {}),
-            end_user,
+            purpose or Purpose(),
         )
 
 

@@ -27,6 +27,10 @@ class QuotaSubject(StrEnum):
     """All keys of one project together."""
     API_KEY = "api-key"
     """One API key."""
+    END_USER = "end-user"
+    """One end user, within an organization or project."""
+    LABEL = "label"
+    """The requests with one value of a label, within an organization or project."""
 
 
 class QuotaDimension(StrEnum):
