@@ -1,6 +1,7 @@
 """Admissions and settlements per second with exact quotas, against a transaction per request.
 
     python -m bench.admission [--seconds 1.2] [--directory /dev/shm | --database-url URL]
+    [--end-users 100000]
 
 One process drives one `HoldStore`, as an api process does. A pair is one admission and its
 settlement. Each tenant has five quotas: concurrent requests, requests and tokens per minute, tokens
@@ -13,6 +14,9 @@ more would only wait.
 All commit durably, so the disk's flush time counts: `--directory` selects another disk for the
 server, for example one in memory. CPU times are per pair: of this process without the load
 generator's own (measured first, with a store that answers at once), and of the server.
+
+With `--end-users` it compares one tenant's requests with those of the same tenant that name one of
+1000 end users in turn, of so many that have a limit from a selector.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import itertools
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -148,18 +152,26 @@ class Result:
         }
 
 
-def new_admit(payer: Payer) -> Admit:
+def new_admit(payer: Payer, end_user: str = "") -> Admit:
     """Build a typical admission."""
     return Admit(
-        new_hold_id(), payer, uuid.uuid4(), bytes(32), MODEL, INPUT_TOKENS, OUTPUT_TOKENS, 1
+        new_hold_id(),
+        payer,
+        uuid.uuid4(),
+        bytes(32),
+        MODEL,
+        INPUT_TOKENS,
+        OUTPUT_TOKENS,
+        1,
+        end_user=end_user,
     )
 
 
-def store_pair(store: Store) -> Pair:
-    """Make a pair that admits and settles with a store."""
+def store_pair(store: Store, end_users: Iterator[str] | None = None) -> Pair:
+    """Make a pair that admits and settles with a store, for these end users in turn."""
 
     async def pair(payer: Payer) -> tuple[float, float]:
-        op = new_admit(payer)
+        op = new_admit(payer, "" if end_users is None else next(end_users))
         begin = time.perf_counter()
         await store.admit(op)
         admitted = time.perf_counter()
@@ -222,15 +234,20 @@ class Stores:
             store_pair(AnsweringStore()), tenants, CONNECTION_COUNT_MAX, self._seconds / 3, []
         )
 
-    async def group_commit(self, tenants: list[Payer], concurrency: int) -> Result:
+    async def group_commit(
+        self, tenants: list[Payer], concurrency: int, end_users: Sequence[str] = ()
+    ) -> Result:
         """Measure a `HoldStore` in this process."""
         store = AwaitedStore(self._url, uuid.uuid4(), signer=self._signer)
+        pair = store_pair(store, itertools.cycle(end_users) if end_users else None)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(store.run())
-            await self._warm_up(store_pair(store), tenants, concurrency)
-            result = await measure(
-                store_pair(store), tenants, concurrency, self._seconds, self._database()
-            )
+            await self._warm_up(pair, tenants, concurrency)
+            if end_users:  # until each is known
+                await measure(
+                    pair, tenants, concurrency, 0.0, [], pair_count_min=2 * len(end_users)
+                )
+            result = await measure(pair, tenants, concurrency, self._seconds, self._database())
             running.cancel()
         return result
 
@@ -255,6 +272,52 @@ class Stores:
             )
 
 
+# Every end user of the tenant with the limit that its selector gives.
+END_USERS = """
+WITH selector AS (
+    INSERT INTO quotas (subject, subject_id, for_each, dimension, limit_value)
+    VALUES ('organization', %(organization)s, 'end_user', 'cost_picos_per_month', 1000000000000000)
+    RETURNING id
+)
+INSERT INTO usage_subjects (organization_id, kind, name)
+SELECT %(organization)s, 'end_user', 'user-' || number FROM generate_series(1, %(count)s) number
+"""
+MEMBER_QUOTAS = """
+INSERT INTO quotas (subject, subject_id, within_id, selector_id, dimension, limit_value)
+SELECT 'end_user', u.id, s.subject_id, s.id, s.dimension, s.limit_value
+FROM quotas s
+JOIN usage_subjects u ON u.organization_id = s.subject_id
+WHERE s.subject_id = %(organization)s AND s.for_each = 'end_user'
+"""
+ACTIVE_COUNT = 1000
+
+
+def end_user_cases(
+    stores: Stores, url: str, tenants: list[Payer], generator_us: float, count: int
+) -> Cases:
+    """Create end users with limits; make the cases of one tenant without, and of one with them."""
+    values = {"organization": tenants[1].organization_id, "count": count}
+    with psycopg.connect(psycopg_conninfo(url), autocommit=True) as connection:
+        connection.execute(END_USERS, values)
+        connection.execute(MEMBER_QUOTAS, values)
+        connection.execute("ANALYZE")
+    step = max(count // ACTIVE_COUNT, 1)
+    active = [f"user-{number}" for number in range(1, count + 1, step)][:ACTIVE_COUNT]
+
+    def case(concurrency: int) -> Case:
+        async def without() -> Values:
+            return (await stores.group_commit(tenants[:1], concurrency)).values(generator_us)
+
+        async def each() -> Values:
+            found = await stores.group_commit(tenants[1:2], concurrency, active)
+            return found.values(generator_us)
+
+        title = f"{concurrency} at once, {len(active)} of {count:,} end users"
+        return Case(title, {"without": without, "end users": each})
+
+    return [case(64), case(1000)]
+
+
 @contextlib.asynccontextmanager
 async def prepare(options: argparse.Namespace) -> AsyncIterator[Cases]:
     """Fill a database, and yield the cases: with one hot tenant, and with many."""
@@ -277,6 +340,9 @@ async def prepare(options: argparse.Namespace) -> AsyncIterator[Cases]:
 
             return Case(f"{concurrency} at once, {title}", {"plain": plain, "Weir": grouped})
 
+        if options.end_users:
+            yield end_user_cases(stores, url, many, generator_us, options.end_users)
+            return
         yield [
             case(tenants, title, concurrency)
             for tenants, title in ((many[:1], "hot tenant"), (many, f"{len(many)} tenants"))
@@ -295,6 +361,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1000,
         help="number of tenants in the larger cases (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--end-users", type=int, metavar="COUNT", help="compare with requests of end users instead"
     )
 
 

@@ -360,7 +360,9 @@ async def find_generation(
     session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID
 ) -> pb.Generation:
     """Find the record of a request. Raises NotFound if the project has no such request."""
-    hold, currency_code, events = await find_recorded_request(session, project_id, request_id)
+    hold, currency_code, events, end_user = await find_recorded_request(
+        session, project_id, request_id
+    )
     generation = pb.Generation(
         request_id=str(request_id),
         state=STATES[HoldState(hold.state)],
@@ -368,6 +370,7 @@ async def find_generation(
         admit_time=wire.timestamp(hold.admitted_at),
         usage=running_usage(hold) if hold.state == HoldState.HELD else total_usage(events),
         labels={str(key): str(value) for key, value in hold.labels.items()},
+        end_user=end_user,
         receipts=receipt_messages(await receipts_of_hold(session, hold.id)),
     )
     if hold.ended_at is not None:

@@ -30,9 +30,11 @@ from weir.v1 import types_pb2
 from api.core.errors import FieldViolation, InvalidRequest
 from api.core.texts import Violations
 from inference.engine import EngineFinishReason
+from metering.core.errors import InvalidValue
 from metering.core.models import Outcome, QuotaDimension, QuotaSubject, ServiceTier
 from metering.holds.operations import PAYLOAD_KEY_NAME_BYTES
 from metering.receipts.signing import Signer
+from metering.tenants.usage_subjects import checked_end_user
 
 M = TypeVar("M", bound=Message)
 MODEL_MISSING = "must name a model; see ListModels"
@@ -80,11 +82,13 @@ def parse_request_id(text: str) -> uuid.UUID:
         ) from None
 
 
-def check_tier_and_labels(message: pb.StartFrame | pb.EmbedRequest, wrong: Violations) -> None:
-    """Check the service tier and the labels of a request."""
+def check_purpose(message: pb.StartFrame | pb.EmbedRequest, wrong: Violations) -> None:
+    """Check the service tier, the end user and the labels of a request."""
     wrong.check(
         message.tier in TIERS, "tier", "must be SERVICE_TIER_INTERACTIVE or SERVICE_TIER_BATCH"
     )
+    if message.end_user:
+        check_end_user(message.end_user, "end_user", wrong)
     labels = message.labels
     if not wrong.check_count(len(labels), LABEL_COUNT_MAX, "labels"):
         return
@@ -98,6 +102,14 @@ def check_tier_and_labels(message: pb.StartFrame | pb.EmbedRequest, wrong: Viola
         if right:
             wrong.check_text(key, field)
             wrong.check_text(value, field)
+
+
+def check_end_user(name: str, field: str, wrong: Violations) -> None:
+    """Check the name of an end user."""
+    try:
+        checked_end_user(name)
+    except InvalidValue as error:
+        wrong.check(False, field, error.remedy)
 
 
 def finish_reason(outcome: Outcome, *, called: bool) -> types_pb2.FinishReason.ValueType:
@@ -243,7 +255,7 @@ def _fields(kind: Any) -> list[tuple[str, Callable[[Any, str], Any], str]]:
             convert = functools.partial(_enum_value, field.enum_type)
         elif field.type == field.TYPE_STRING and not field.is_repeated:
             convert = _text
-        elif field.message_type is not None:
+        elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
             made = message_factory.GetMessageClass(field.message_type)
             convert = functools.partial(_messages if field.is_repeated else _message, made)
             attribute = (

@@ -367,6 +367,10 @@ class CountedRequest(Protocol):
     def tier(self) -> ServiceTier: ...
     @property
     def operation(self) -> str: ...
+    @property
+    def end_user(self) -> str: ...
+    @property
+    def labels(self) -> Mapping[str, str]: ...
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -448,4 +452,6 @@ def record_of(ending: Ending) -> Record:
         migration_count=ending.migration_count,
         trace=caller.trace,
         ended_at_ns=time.time_ns(),
+        end_user=start.end_user,
+        labels=start.labels,
     )

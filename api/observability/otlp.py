@@ -113,6 +113,10 @@ def attributes(record: Record) -> dict[str, AttributeValue]:
         "weir.organization_id": str(record.organization_id),
         "weir.project_id": str(record.project_id),
     }
+    if record.end_user:
+        result["enduser.id"] = record.end_user
+    for key, value in record.labels.items():
+        result[f"weir.label.{key}"] = value
     if record.reason:
         result["error.type"] = record.reason
     else:

@@ -109,6 +109,8 @@ class Record:
     migration_count: int
     trace: TraceContext
     ended_at_ns: int
+    end_user: str
+    labels: Mapping[str, str]
 
 
 class SpanCounts(NamedTuple):

@@ -62,7 +62,7 @@ def embed_request(requested: EmbeddingParameters, request_id: str) -> pb.EmbedRe
         request_id=request_id,
         model=requested.model,
         truncation=pb.TRUNCATION_END if is_cut else pb.TRUNCATION_NONE,
-        labels={"user": requested.user} if requested.user else None,
+        end_user=requested.user or "",
     )
     for each in prompts_of(requested.input, "input", INPUT_COUNT_MAX):
         if isinstance(each, str):
@@ -80,8 +80,7 @@ def embedding_names(requested: EmbeddingParameters) -> Mapping[str, str]:
     return dict.fromkeys(fields, "input[]" if is_list else "input") | {
         "inputs": "input",
         "truncation": "truncate",
-        "labels": "user",
-        "labels['user']": "user",
+        "end_user": "user",
     }
 
 

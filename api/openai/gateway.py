@@ -112,6 +112,7 @@ TOKENIZE_NAMES: dict[str, str] = {"conversation.messages": "messages"}
 SERVICE = "/weir.v1.InferenceService"
 # Seconds. Keys are looked up for each request here, but once per stream over gRPC.
 KEY_AGE_MAX_S = 1.0
+END_USER = "weir-end-user"  # header, which wins over the parameters of the body
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 CHUNKED_BYTES = 256 * 1024  # assumed size of a body of unknown length
 # Namespace of request ids that are derived from idempotency keys other than UUIDs.
@@ -275,6 +276,8 @@ class Gateway:
 
         def parse(body: bytes) -> tuple[ParsedRequest, dict[str, str], Starts]:
             parsed, headers = parsed_body(body, api, strict=is_strict(request, principal))
+            if end_user := end_user_of(request):
+                parsed = parsed.for_end_user(end_user, END_USER)
             return parsed, headers, valid_starts(parsed, arrival.request_id, window)
 
         parsed, headers, starts = await self._read(request, arrival, principal, parse)
@@ -337,7 +340,9 @@ class Gateway:
             notes = Notes(strict=is_strict(request, principal))
             requested = decode(body, EmbeddingParameters, notes)
             try:
-                start = parse_embed(embed_request(requested, str(arrival.request_id)))
+                message = embed_request(requested, str(arrival.request_id))
+                message.end_user = end_user_of(request) or message.end_user
+                start = parse_embed(message)
             except Exception as error:
                 return requested, notes, error
             return requested, notes, start
@@ -535,6 +540,20 @@ def is_strict(request: web.BaseRequest, principal: Principal) -> bool:
     if requested not in ("0", "1"):
         raise invalid_parameter("strict", "must be 0 or 1")
     return principal.terms.strict_parameters or requested == "1"
+
+
+def end_user_of(request: web.BaseRequest) -> str:
+    """Return the end user that the header names; empty if it is not sent. Raises: InvalidRequest.
+
+    Header values are UTF-8, which aiohttp decodes with surrogates in place of other bytes.
+    """
+    name = request.headers.get(END_USER, "")
+    if name and not name.isascii():
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise invalid_parameter(END_USER, "must be UTF-8") from None
+    return name
 
 
 def answered(

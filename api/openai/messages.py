@@ -54,7 +54,7 @@ NAMES = COMMON_NAMES | {
     "prompt": "messages",
     "conversation.messages": "messages",
     "conversation.thinking": "thinking.type",
-    "labels['user_id']": "metadata.user_id",
+    "end_user": "metadata.user_id",
     "max_output_tokens": "max_tokens",
     "response_format.json_schema": "output_config.format.schema",
     "tools[].parameters_json_schema": "tools[].input_schema",
@@ -239,7 +239,7 @@ def parse_counted_message(requested: MessageParameters) -> ParsedRequest:
         check_count(requested.stop_sequences, "stop_sequences", STOP_SEQUENCE_COUNT_MAX)
         start.stop_sequences.extend(requested.stop_sequences)
     if requested.metadata is not None and requested.metadata.user_id:
-        start.labels["user_id"] = requested.metadata.user_id
+        start.end_user = requested.metadata.user_id
     if requested.thinking is not None:
         if (kind := requested.thinking.type) not in THINKING:
             raise invalid_parameter("thinking.type", f"must be one of {', '.join(THINKING)}")

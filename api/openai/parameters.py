@@ -8,7 +8,7 @@ import math
 import re
 from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress, repeat
 from operator import is_not
 from typing import Annotated, Any, ClassVar, TypeVar, cast, overload
@@ -48,6 +48,8 @@ from api.openai.tolerance import (
     smaller_limit,
 )
 from api.openai.tools import FUNCTION, NAMESPACE, Choice, Namespaces, ToolParameter, fill_tools
+from metering.core.errors import InvalidValue
+from metering.tenants.usage_subjects import checked_end_user
 
 TOKEN_ID_MAX = 2**31 - 1
 # `flex` is OpenAI's cheaper tier without latency targets: here the batch tier.
@@ -72,8 +74,8 @@ COMMON_NAMES: dict[str, str] = {field: name for name, field in COPIED.items()} |
     "sampling.logit_bias": "logit_bias",
     "conversation.thinking": "chat_template_kwargs.enable_thinking",
     "labels": "metadata",
+    "end_user": "user",
     "labels['user']": "user",
-    "labels['safety_identifier']": "safety_identifier",
     "tier": "service_tier",
 }
 # msgspec's error messages. The second form of a path concerns a key of an object.
@@ -277,6 +279,12 @@ class ParsedRequest:
     names_tokens_by_id: bool = False
     prompt_logprobs: int | None = None  # likely tokens of each token of the prompt to show
     parameters: Any = None  # for responses that repeat them
+
+    def for_end_user(self, end_user: str, param: str) -> ParsedRequest:
+        """Return a copy for the end user that `param` names, whatever the body says."""
+        for start in self.starts:
+            start.end_user = end_user
+        return replace(self, names={**self.names, "end_user": param})
 
 
 @functools.cache
@@ -490,9 +498,11 @@ def fill_shared(start: pb.StartFrame, requested: SharedParameters) -> None:
     check_model_name(requested.model)
     start.model = requested.model
     fill_copied(start, requested)
-    if requested.metadata or requested.user or requested.safety_identifier:
+    if requested.metadata:
         check_count(requested.metadata, "metadata", LABEL_COUNT_MAX)
-        start.labels.update(_labels(requested))
+        start.labels.update(requested.metadata)
+    if requested.user or requested.safety_identifier:
+        set_end_user(start, requested)
     if requested.stop_token_ids:
         check_count(requested.stop_token_ids, "stop_token_ids", STOP_TOKEN_ID_COUNT_MAX)
         start.stop_token_ids.extend(requested.stop_token_ids)
@@ -614,21 +624,29 @@ def tier_name(start: pb.StartFrame) -> str:
     return "flex" if start.tier == pb.SERVICE_TIER_BATCH else "default"
 
 
-def _labels(requested: SharedParameters) -> dict[str, str]:
-    """Merge `metadata`, `user` and `safety_identifier` into labels.
+def set_end_user(start: pb.StartFrame, requested: SharedParameters) -> None:
+    """Set the end user from `safety_identifier`, which succeeds `user`, or else from `user`.
 
-    Raises InvalidRequest if one of them has two values.
+    If both are sent and differ, `user` becomes a label. Raises: InvalidRequest for an invalid name,
+    or if `user` has another value in `metadata`.
     """
-    labels = dict(requested.metadata or {})
-    for name in ("user", "safety_identifier"):
-        value: str | None = getattr(requested, name)
-        if value:
-            if labels.get(name, value) != value:
-                raise invalid_parameter(
-                    name, "differs from the value in metadata: leave one of them out"
-                )
-            labels[name] = value
-    return labels
+    if requested.safety_identifier:
+        check_end_user(requested.safety_identifier, "safety_identifier")
+    start.end_user = requested.safety_identifier or requested.user or ""
+    if (user := requested.user) and user != start.end_user:
+        if start.labels.get("user", user) != user:
+            raise invalid_parameter(
+                "user", "differs from the value in metadata: leave one of them out"
+            )
+        start.labels["user"] = user
+
+
+def check_end_user(name: str, param: str) -> None:
+    """Check the name of an end user. Raises: InvalidRequest."""
+    try:
+        checked_end_user(name)
+    except InvalidValue as error:
+        raise invalid_parameter(param, error.remedy) from error
 
 
 class DecodingParameters(SharedParameters, forbid_unknown_fields=True, kw_only=True):

@@ -200,7 +200,7 @@ WITH reported AS (
            coalesce(h.leased_token_count, 0) AS leased_token_count,
            coalesce(h.input_token_count + h.leased_token_count - h.posted_token_count, 0)
                AS held_token_count,
-           h.admitted_at, h.expires_at,
+           h.admitted_at, h.expires_at, h.end_user_id, coalesce(h.labels, '{{}}') AS labels,
            coalesce(h.process_id, r.reporter_id) AS process_id,
            coalesce(r.process_name, '') AS process_name
     FROM (SELECT * FROM holds WHERE state = 'held') AS h
@@ -219,11 +219,12 @@ SELECT r.request_id, r.organization_id, o.name AS organization_name, r.project_i
        p.name AS project_name, r.api_key_id, k.prefix AS api_key_prefix, r.model, r.phase, r.age_s,
        r.input_token_count, r.cached_input_token_count, r.delivered_token_count,
        r.tokens_per_second, r.leased_token_count, r.admitted_at, r.expires_at, r.process_id,
-       r.process_name
+       r.process_name, coalesce(u.name, '') AS end_user, r.labels
 FROM running r
 JOIN organizations o ON o.id = r.organization_id
 JOIN projects p ON p.id = r.project_id
 JOIN api_keys k ON k.id = r.api_key_id
+LEFT JOIN usage_subjects u ON u.id = r.end_user_id
 ORDER BY r.age_s DESC, r.request_id
 LIMIT :page_size
 """)

@@ -13,13 +13,14 @@ import functools
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from datetime import datetime
+from datetime import date, datetime
 from decimal import Decimal
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 from sqlalchemy import (
     BigInteger,
+    Date,
     DateTime,
     ForeignKey,
     Identity,
@@ -99,6 +100,7 @@ class Base(DeclarativeBase):
         int: BigInteger(),
         bytes: LargeBinary(),
         datetime: DateTime(timezone=True),
+        date: Date(),
         uuid.UUID: Uuid(),
         Decimal: Numeric(38, 0),
         dict[str, Any]: JSONB(),
@@ -232,12 +234,52 @@ class PriceVersion(Base):
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
+class UsageSubject(Base):
+    """End user of a customer, or value of a label (`tenants/usage_subjects.py`).
+
+    The only place with its name, which is None once it is erased. An archived one has not been used
+    for long and does not count towards the bound of its organization; its next request brings it
+    back. `last_used_on` (UTC) is set at most once a day.
+    """
+
+    __tablename__ = "usage_subjects"
+
+    id: Mapped[GeneratedId]
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    kind: Mapped[str]  # `end_user` or `label`, as in `QuotaSubject`
+    label_key: Mapped[str] = mapped_column(server_default="")
+    name: Mapped[str | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    last_used_on: Mapped[date] = mapped_column(
+        server_default=text("(now() AT TIME ZONE 'UTC')::date")
+    )
+    archived_at: Mapped[datetime | None]
+    erased_at: Mapped[datetime | None]
+
+
+class UsageSubjectCount(Base):
+    """Numbers of an organization's usage subjects that are not archived, counted by triggers.
+
+    Its row is locked to create, archive or bring back one of them.
+    """
+
+    __tablename__ = "usage_subject_counts"
+
+    organization_id: Mapped[uuid.UUID] = mapped_column(
+        ForeignKey("organizations.id"), primary_key=True
+    )
+    end_user_count: Mapped[int] = mapped_column(server_default="0")
+    label_value_count: Mapped[int] = mapped_column(server_default="0")
+
+
 class QuotaSubject(StrEnum):
     """Kind of object that a quota limits."""
 
     ORGANIZATION = "organization"
     PROJECT = "project"
     API_KEY = "api_key"
+    END_USER = "end_user"
+    LABEL = "label"
 
 
 class QuotaDimension(StrEnum):
@@ -269,6 +311,12 @@ class Quota(Base):
     nothing. With `for_new_keys` it limits nothing itself: each key created under its subject gets a
     copy. `alert_at` is in percent of the limit, or in picos of prepaid credit left
     (`quotas/quota_rules.py`). Removed limits are kept for the holds charged to them.
+
+    A limit on a usage subject (an end user or label value) counts requests within one organization
+    or project, `within_id`. With `for_each`, which is `end_user` or `label:KEY`, a quota is a
+    selector: it limits nothing itself, and each usage subject within its subject gets a limit with
+    its `selector_id`. The terms of such a limit are those of the selector: the view `quota_terms`
+    has each quota with its terms in force.
     """
 
     __tablename__ = "quotas"
@@ -284,6 +332,9 @@ class Quota(Base):
     output_weight_milli: Mapped[int] = mapped_column(Integer(), server_default="1000")
     enforced: Mapped[bool] = mapped_column(server_default=text("true"))
     for_new_keys: Mapped[bool] = mapped_column(server_default=text("false"))
+    for_each: Mapped[str] = mapped_column(server_default="")
+    within_id: Mapped[uuid.UUID | None]
+    selector_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("quotas.id"))
     override_limit_value: Mapped[int | None]
     override_until: Mapped[datetime | None]
     override_reason: Mapped[str | None]
@@ -295,11 +346,19 @@ class Quota(Base):
 
 @dataclass(frozen=True, slots=True)
 class QuotaKey:
-    """Columns that identify a limit among those of its subject. `model` is empty for all models."""
+    """Columns that identify a limit among those of its subject. `model` is empty for all models.
+
+    `for_each` is `end_user` or `label:KEY` for a selector, otherwise empty. With `end_user` or with
+    `label`, which is `KEY=VALUE`, the limit is one of this end user or label value within the
+    subject.
+    """
 
     dimension: QuotaDimension
     model: str = ""
     for_new_keys: bool = False
+    for_each: str = ""
+    end_user: str = ""
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,8 +411,8 @@ class Hold(Base):
     is the embedded text: quotas on tokens count it as input, those on money at its own price.
     `reasoning_token_count` are delivered tokens known to be thinking.
 
-    A trigger on INSERT checks that key, project, organization and price version exist and belong
-    together, at a fraction of the cost of foreign keys.
+    A trigger on INSERT checks that key, project, organization, end user and price version exist and
+    belong together, at a fraction of the cost of foreign keys.
     """
 
     __tablename__ = "holds"
@@ -367,6 +426,7 @@ class Hold(Base):
     model: Mapped[str]
     price_version_id: Mapped[int]
     labels: Mapped[dict[str, Any]]
+    end_user_id: Mapped[uuid.UUID | None]  # of a `UsageSubject`; None: not given
     embedding: Mapped[bool] = mapped_column(server_default=text("false"))
     state: Mapped[str] = mapped_column(server_default="held")
     process_id: Mapped[uuid.UUID]
@@ -435,6 +495,7 @@ class UsageEvent(Base):
     cost_picos: Mapped[int]
     timings: Mapped[dict[str, Any] | None]
     labels: Mapped[dict[str, Any]]
+    end_user_id: Mapped[uuid.UUID | None]  # of a `UsageSubject`; None: not given
     recovered: Mapped[bool] = mapped_column(server_default=text("false"))
     admitted_at: Mapped[datetime]
     settled_at: Mapped[datetime] = mapped_column(server_default=func.now(), primary_key=True)

@@ -41,7 +41,8 @@ class Admit(msgspec.Struct):
     `payload_hash` has 32 bytes over all fields that define the request (`is_other_payload`). It
     leases `first_slice_token_count` output tokens if they fit, otherwise fewer, but at least
     `least_slice_token_count`. `tier` decides the price. With `embedding` the embedding price is
-    charged and both slices are 0. With `only_asks` nothing is taken and the answer is `Fits`;
+    charged and both slices are 0. `end_user` is a name checked by `checked_end_user`, empty if none
+    was given. With `only_asks` nothing is taken and the answer is `Fits`;
     refusals are the same and are counted.
     """
 
@@ -57,6 +58,7 @@ class Admit(msgspec.Struct):
     tier: ServiceTier = ServiceTier.INTERACTIVE
     embedding: bool = False
     only_asks: bool = False
+    end_user: str = ""
 
 
 class Fits(msgspec.Struct, frozen=True):
@@ -136,13 +138,17 @@ HoldOperation = Admit | Extend | Settle | Void | Expire | Renew
 
 
 class Admitted(msgspec.Struct):
-    """Answer: a new hold. `quotas` are the states of all limits that apply, including this hold."""
+    """Answer: a new hold. `quotas` are the states of all limits that apply, including this hold.
+
+    `limited` names the fields with limits, as `AdmissionTerms.limited` (`decide.py`).
+    """
 
     hold_id: uuid.UUID
     leased_token_count: int
     prices: TokenPrices
     quotas: QuotaStates
     admitted_at: datetime
+    limited: frozenset[str] = frozenset()
 
 
 class Extended(msgspec.Struct, frozen=True):

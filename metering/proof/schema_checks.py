@@ -35,8 +35,10 @@ TRIGGERS = {f"{table}_append_only": "refuse_change" for table in APPEND_ONLY.spl
     "projects_create_receipt_chain": "create_receipt_chain",
     "projects_no_delete": "refuse_deletion",
     "quotas_delete_recorded": "quotas_delete_recorded",
+    "quotas_insert_belong_together": "quotas_belong_together",
     "quotas_insert_recorded": "quotas_insert_recorded",
     "quotas_set_changed_at": "quotas_set_changed_at",
+    "quotas_update_belong_together": "quotas_belong_together",
     "quotas_update_recorded": "quotas_update_recorded",
     "receipt_chains_no_delete": "refuse_change",
     "receipt_chains_only_forward": "refuse_chain_rewind",
@@ -48,6 +50,10 @@ TRIGGERS = {f"{table}_append_only": "refuse_change" for table in APPEND_ONLY.spl
     "usage_events_partition": "refuse_partition",
     "usage_events_posted": "usage_events_posted",
     "usage_events_rated_once": "usage_event_changed",
+    "usage_subjects_insert_counted": "usage_subjects_insert_counted",
+    "usage_subjects_keep_name": "usage_subject_keeps_name",
+    "usage_subjects_no_delete": "refuse_deletion",
+    "usage_subjects_update_counted": "usage_subjects_update_counted",
 }
 
 TRIGGER_ROWS = ", ".join(f"('{trigger}', '{function}')" for trigger, function in TRIGGERS.items())

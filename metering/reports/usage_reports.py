@@ -22,7 +22,15 @@ from sqlalchemy import Row, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import Hold, HoldState, PriceVersion, TokenKind, UsageEvent, record_of
+from metering.core.models import (
+    Hold,
+    HoldState,
+    PriceVersion,
+    TokenKind,
+    UsageEvent,
+    UsageSubject,
+    record_of,
+)
 from metering.core.pages import page_token, page_values, row_id, utc_time
 from metering.invoicing.months import CANCELLED, FAILED, LIMITED
 from metering.ledger.ledger import MonthState, TransactionKind, month_bounds
@@ -559,11 +567,15 @@ def usage_row(row: Row[Any]) -> UsageRow:
 
 
 class RecordedRequest(NamedTuple):
-    """Hold of a request, the currency of its price, and its usage events by part."""
+    """Hold of a request, the currency of its price, its usage events by part, and its end user.
+
+    `end_user` is empty if none was given, or if it was erased.
+    """
 
     hold: Hold
     currency_code: str
     events: Sequence[UsageEvent]
+    end_user: str
 
 
 async def find_recorded_request(
@@ -582,4 +594,7 @@ async def find_recorded_request(
     price = await session.get_one(PriceVersion, hold.price_version_id)
     events = select(UsageEvent).where(UsageEvent.hold_id == hold.id).order_by(UsageEvent.part)
     found = (await session.scalars(events)).all()
-    return RecordedRequest(hold, price.currency_code, found)
+    end_user = await session.scalar(
+        select(UsageSubject.name).where(UsageSubject.id == hold.end_user_id)
+    )
+    return RecordedRequest(hold, price.currency_code, found, end_user or "")

@@ -68,6 +68,8 @@ UPDATED = frozenset(
         "superseded_secrets",
         "unrated_usage",
         "usage_events",
+        "usage_subject_counts",
+        "usage_subjects",
         "worker_incidents",
     }
 )

@@ -225,6 +225,32 @@ async def test_labels_of_the_client_are_those_of_each_request() -> None:
             AsyncClient(address, "key", labels=wrong)  # type: ignore[arg-type]
 
 
+async def test_the_end_user_of_the_client_is_that_of_each_request() -> None:
+    server = ScriptedInference(scripted.answer)
+    async with (
+        scripted.serve(server) as address,
+        AsyncClient(address, "key", end_user="alice") as client,
+    ):
+        await client.complete("demo", "Hi", end_user="bob")
+        await client.complete("demo", "Hi", end_user="")
+        await client.complete("demo", "Hi")
+        await client.quote("demo", "Hi")
+        await client.embed("demo", "Hi", end_user="bob")
+
+    frames = [frame for message in server.streams[0].messages for frame in message.frames]
+    assert [each.start.end_user for each in frames if each.HasField("start")] == [
+        "bob",
+        "",
+        "alice",
+    ]
+    quote, embed = server.requests
+    assert isinstance(quote, pb.QuoteRequest)
+    assert isinstance(embed, pb.EmbedRequest)
+    assert (quote.start.end_user, embed.end_user) == ("alice", "bob")
+    with pytest.raises(InvalidRequest, match=r"^end_user: must be a text"):
+        AsyncClient(address, "key", end_user=7)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("of_client", "of_call", "count"), [(0, None, 1), (2, 0, 1), (0, 1, 2)])
 async def test_a_number_of_retries_holds_for_the_client_or_one_call(
     of_client: int, of_call: int | None, count: int

@@ -908,6 +908,7 @@ async def test_offers_every_field() -> None:
         top_logprobs=1,
         usage_interval_tokens=1,
         labels={"a": "b"},
+        end_user="alice",
         tier="batch",
         start_timeout=5,
         region="here",
@@ -925,7 +926,9 @@ async def test_offers_every_field() -> None:
         await client.complete(MODEL, **(every | GenerateOptions(text="Hi", regex="a")))
         await client.complete(MODEL, **(every | GenerateOptions(token_ids=(7,), lark="start: A")))
         for inputs in ("a", [[7]]):
-            await client.embed(MODEL, inputs, truncate=True, labels={"a": "b"}, tier="batch")
+            await client.embed(
+                MODEL, inputs, truncate=True, labels={"a": "b"}, end_user="alice", tier="batch"
+            )
     starts = [
         frame.start
         for stream in server.streams

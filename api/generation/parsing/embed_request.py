@@ -40,6 +40,7 @@ class ValidEmbed:
     truncates: bool
     labels: dict[str, str]
     tier: ServiceTier
+    end_user: str
 
     @property
     def operation(self) -> str:
@@ -68,7 +69,7 @@ def parse_embed(message: pb.EmbedRequest) -> ValidEmbed:
         check_input(each, f"inputs[{index}]", wrong)
     known = message.truncation in pb.Truncation.values()
     wrong.check(known, "truncation", "must be TRUNCATION_NONE or TRUNCATION_END")
-    wire.check_tier_and_labels(message, wrong)
+    wire.check_purpose(message, wrong)
     wrong.raise_if_any()
     return ValidEmbed(
         request_id=request_id,
@@ -78,6 +79,7 @@ def parse_embed(message: pb.EmbedRequest) -> ValidEmbed:
         truncates=message.truncation == pb.TRUNCATION_END,
         labels=dict(message.labels),
         tier=wire.TIERS[message.tier],
+        end_user=message.end_user,
     )
 
 

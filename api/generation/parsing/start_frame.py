@@ -17,7 +17,7 @@ from api.core.texts import Violations
 from api.core.wire import (
     MODEL_MISSING,
     TIERS,
-    check_tier_and_labels,
+    check_purpose,
     parse_request_id,
     payload_hash,
     seconds_of,
@@ -57,7 +57,7 @@ SAMPLING_FIELDS = frozenset({"sampling", "top_logprobs", "prompt_logprobs"})
 STOP_FIELDS = frozenset(StopRules.__struct_fields__)
 DECODING_FIELDS = SAMPLING_FIELDS | {"response_format", "beam_search", "choice_count"}
 COPIED_FIELDS = frozenset(
-    {"choice_count", "usage_interval_tokens", "initial_credit_tokens", "region"}
+    {"choice_count", "usage_interval_tokens", "initial_credit_tokens", "region", "end_user"}
 )
 TOOL_FIELDS = frozenset({"tools", "tool_choice"})
 LIMIT_FIELDS = frozenset(
@@ -70,6 +70,7 @@ LIMIT_FIELDS = frozenset(
         "max_cost",
         "tier",
         "labels",
+        "end_user",
     }
 )
 
@@ -94,6 +95,7 @@ class ValidStart(msgspec.Struct):
     beam_search: BeamSearchParams | None = None
     usage_interval_tokens: int | None = None
     labels: dict[str, str] = {}
+    end_user: str = ""
     tier: ServiceTier = ServiceTier.INTERACTIVE
     start_timeout_s: float | None = None
     # How long it runs, and is kept, without a subscription; None: not at all.
@@ -196,7 +198,7 @@ def check_limits(start: pb.StartFrame, wrong: Violations) -> None:
         wrong.check(credit >= 0, "initial_credit_tokens", f"must be at least 0, got {credit}")
     if start.HasField("max_cost"):
         check_cost(start.max_cost, "max_cost", wrong)
-    check_tier_and_labels(start, wrong)
+    check_purpose(start, wrong)
 
 
 def parse_count_tokens(message: pb.CountTokensRequest) -> tuple[Prompt, tuple[Tool, ...]]:

@@ -254,7 +254,17 @@ class LiveEmbedding:
     def _admission_request(self, token_count: int) -> Admit:
         start = self.start
         ids = new_hold_id(), self.caller.payer, start.request_id, start.payload_hash
-        return Admit(*ids, start.model, token_count, 0, 0, start.labels, start.tier, embedding=True)
+        return Admit(
+            *ids,
+            start.model,
+            token_count,
+            0,
+            0,
+            start.labels,
+            start.tier,
+            embedding=True,
+            end_user=start.end_user,
+        )
 
     async def _encode(
         self, encoder: Encoder, admitted: AdmittedRequest, entries: dict[QueueEntry, Part]

@@ -222,6 +222,7 @@ def admission_request(
         least_slice_token_count=least,
         labels=start.labels,
         tier=start.tier,
+        end_user=start.end_user,
     )
 
 
@@ -238,8 +239,9 @@ async def check_room(
     `least_token_count` is a lower bound of its tokens.
     """
     ids = new_hold_id(), payer, start.request_id, start.payload_hash
+    counts = least_token_count, 1, 1
     await admission.check_room(
-        Admit(*ids, start.model, least_token_count, 1, 1, start.labels, start.tier)
+        Admit(*ids, start.model, *counts, start.labels, start.tier, end_user=start.end_user)
     )
 
 

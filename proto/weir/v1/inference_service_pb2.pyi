@@ -383,6 +383,7 @@ class StartFrame(_message.Message):
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     MAX_REASONING_TOKENS_FIELD_NUMBER: _builtins.int
+    END_USER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a model, as in `ListModels`. Unknown: NOT_FOUND."""
     text: _builtins.str
@@ -429,6 +430,12 @@ class StartFrame(_message.Message):
     engine writes the closing mark, and the answer follows. Unset: none but `max_output_tokens`.
     INVALID_ARGUMENT if negative, without `conversation`, with `beam_search`, for a model that does
     not mark its thinking, and if its engine cannot end it.
+    """
+    end_user: _builtins.str
+    """Your own user for whom the request is made: usage is reported for each, and limits can be set
+    on each. Any name that you choose, up to 512 bytes, without control characters, spaces around
+    it, or a secret. Empty: none. FAILED_PRECONDITION with the reason END_USERS_EXHAUSTED if the
+    organization has too many.
     """
     @_builtins.property
     def conversation(self) -> Global___Conversation:
@@ -538,10 +545,11 @@ class StartFrame(_message.Message):
         tool_choice: Global___ToolChoice | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
         max_reasoning_tokens: _builtins.int | None = ...,
+        end_user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_max_reasoning_tokens", b"_max_reasoning_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens", "max_reasoning_tokens", b"max_reasoning_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_max_reasoning_tokens", b"_max_reasoning_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "labels", b"labels", "max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens", "max_reasoning_tokens", b"max_reasoning_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "region", b"region", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "tier", b"tier", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_max_reasoning_tokens", b"_max_reasoning_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "end_user", b"end_user", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "labels", b"labels", "max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens", "max_reasoning_tokens", b"max_reasoning_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "region", b"region", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "tier", b"tier", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__choice_count: _TypeAlias = _typing.Literal["choice_count"]  # noqa: Y015
     _WhichOneofArgType__choice_count: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count"]  # noqa: Y015
@@ -2520,6 +2528,7 @@ class Generation(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     RECEIPTS_FIELD_NUMBER: _builtins.int
     MIGRATION_COUNT_FIELD_NUMBER: _builtins.int
+    END_USER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id generated by the client."""
     state: Global___Generation.State.ValueType
@@ -2534,6 +2543,8 @@ class Generation(_message.Message):
     """Number of moves to another engine after the first token, because one was lost or drained. 0
     while it runs, and after a recovery from a crash.
     """
+    end_user: _builtins.str
+    """The end user of the request. Empty: none was given, or it was erased."""
     @_builtins.property
     def admit_time(self) -> _timestamp_pb2.Timestamp:
         """Time of admission."""
@@ -2579,10 +2590,11 @@ class Generation(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         receipts: _abc.Iterable[_receipts_pb2.Receipt] | None = ...,
         migration_count: _builtins.int = ...,
+        end_user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "cost", b"cost", "settle_time", b"settle_time", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "cost", b"cost", "labels", b"labels", "migration_count", b"migration_count", "model", b"model", "outcome", b"outcome", "receipts", b"receipts", "request_id", b"request_id", "settle_time", b"settle_time", "state", b"state", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "cost", b"cost", "end_user", b"end_user", "labels", b"labels", "migration_count", b"migration_count", "model", b"model", "outcome", b"outcome", "receipts", b"receipts", "request_id", b"request_id", "settle_time", b"settle_time", "state", b"state", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2620,6 +2632,7 @@ class EmbedRequest(_message.Message):
     TRUNCATION_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
+    END_USER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """UUID generated by the client, the idempotency key within the project of the API key, shared
     with `Generate`.
@@ -2632,6 +2645,8 @@ class EmbedRequest(_message.Message):
     """
     tier: Global___ServiceTier.ValueType
     """Scheduling priority. Unset: interactive. Unknown: INVALID_ARGUMENT."""
+    end_user: _builtins.str
+    """Your own user for whom the request is made, as in `StartFrame`."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
         """At least one, at most `Model.embedding_input_count_max`: INVALID_ARGUMENT otherwise. Billed and
@@ -2653,10 +2668,11 @@ class EmbedRequest(_message.Message):
         truncation: Global___Truncation.ValueType = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         tier: Global___ServiceTier.ValueType = ...,
+        end_user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "labels", b"labels", "model", b"model", "request_id", b"request_id", "tier", b"tier", "truncation", b"truncation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_user", b"end_user", "inputs", b"inputs", "labels", b"labels", "model", b"model", "request_id", b"request_id", "tier", b"tier", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

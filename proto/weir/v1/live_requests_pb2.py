@@ -27,35 +27,39 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from weir.v1 import inference_service_pb2 as weir_dot_v1_dot_inference__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bweir/v1/live_requests.proto\x12\x07weir.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1fweir/v1/inference_service.proto\"\xa6\x04\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\x19\n\x11organization_name\x18\x03 \x01(\t\x12\x12\n\nproject_id\x18\x04 \x01(\t\x12\x14\n\x0cproject_name\x18\x05 \x01(\t\x12\x12\n\napi_key_id\x18\x06 \x01(\t\x12\x16\n\x0e\x61pi_key_prefix\x18\x07 \x01(\t\x12\r\n\x05model\x18\x08 \x01(\t\x12$\n\x05phase\x18\t \x01(\x0e\x32\x15.weir.v1.RequestPhase\x12&\n\x03\x61ge\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11input_token_count\x18\x0b \x01(\x03\x12 \n\x18\x63\x61\x63hed_input_token_count\x18\x0c \x01(\x03\x12\x1d\n\x15\x64\x65livered_token_count\x18\r \x01(\x03\x12\x19\n\x11tokens_per_second\x18\x0e \x01(\x01\x12\x1a\n\x12leased_token_count\x18\x0f \x01(\x03\x12.\n\nadmit_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\x11 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nprocess_id\x18\x12 \x01(\t\x12\x14\n\x0cprocess_name\x18\x13 \x01(\t\"\x99\x01\n\x10LiveOrganization\x12\x17\n\x0forganization_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x15\n\rrequest_count\x18\x03 \x01(\x03\x12\x12\n\nhold_count\x18\x04 \x01(\x03\x12\x18\n\x10held_token_count\x18\x05 \x01(\x03\x12\x19\n\x11tokens_per_second\x18\x06 \x01(\x01\"V\n\x17ListLiveRequestsRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\nstuck_only\x18\x03 \x01(\x08\"\xad\x01\n\x18ListLiveRequestsResponse\x12&\n\x08requests\x18\x01 \x03(\x0b\x32\x14.weir.v1.LiveRequest\x12\x30\n\rorganizations\x18\x02 \x03(\x0b\x32\x19.weir.v1.LiveOrganization\x12\x15\n\rrequest_count\x18\x03 \x01(\x03\x12 \n\x18unresponsive_process_ids\x18\x04 \x03(\t\"8\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07project\x18\x02 \x01(\t\"\x86\x01\n\x12GetRequestResponse\x12\'\n\ngeneration\x18\x01 \x01(\x0b\x32\x13.weir.v1.Generation\x12\x19\n\x11organization_name\x18\x02 \x01(\t\x12\x14\n\x0cproject_name\x18\x03 \x01(\t\x12\x16\n\x0e\x61pi_key_prefix\x18\x04 \x01(\t\"I\n\x12KillRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07project\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x86\x02\n\x13KillRequestResponse\x12\x33\n\x06result\x18\x01 \x01(\x0e\x32#.weir.v1.KillRequestResponse.Result\x12\'\n\ngeneration\x18\x02 \x01(\x0b\x32\x13.weir.v1.Generation\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"`\n\x06Result\x12\x16\n\x12RESULT_UNSPECIFIED\x10\x00\x12\x10\n\x0cRESULT_ENDED\x10\x01\x12\x18\n\x14RESULT_ALREADY_ENDED\x10\x02\x12\x12\n\x0eRESULT_PENDING\x10\x03\"\x1b\n\x19\x45xpireOverdueHoldsRequest\"3\n\x1a\x45xpireOverdueHoldsResponse\x12\x15\n\rexpired_count\x18\x01 \x01(\x03*\xce\x01\n\x0cRequestPhase\x12\x1d\n\x19REQUEST_PHASE_UNSPECIFIED\x10\x00\x12\x1b\n\x17REQUEST_PHASE_PREPARING\x10\x01\x12\x18\n\x14REQUEST_PHASE_QUEUED\x10\x02\x12\x19\n\x15REQUEST_PHASE_LOADING\x10\x03\x12\x19\n\x15REQUEST_PHASE_PREFILL\x10\x04\x12\x18\n\x14REQUEST_PHASE_DECODE\x10\x05\x12\x18\n\x14REQUEST_PHASE_ENDING\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bweir/v1/live_requests.proto\x12\x07weir.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1fweir/v1/inference_service.proto\"\x99\x05\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\x19\n\x11organization_name\x18\x03 \x01(\t\x12\x12\n\nproject_id\x18\x04 \x01(\t\x12\x14\n\x0cproject_name\x18\x05 \x01(\t\x12\x12\n\napi_key_id\x18\x06 \x01(\t\x12\x16\n\x0e\x61pi_key_prefix\x18\x07 \x01(\t\x12\r\n\x05model\x18\x08 \x01(\t\x12$\n\x05phase\x18\t \x01(\x0e\x32\x15.weir.v1.RequestPhase\x12&\n\x03\x61ge\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11input_token_count\x18\x0b \x01(\x03\x12 \n\x18\x63\x61\x63hed_input_token_count\x18\x0c \x01(\x03\x12\x1d\n\x15\x64\x65livered_token_count\x18\r \x01(\x03\x12\x19\n\x11tokens_per_second\x18\x0e \x01(\x01\x12\x1a\n\x12leased_token_count\x18\x0f \x01(\x03\x12.\n\nadmit_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\x11 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nprocess_id\x18\x12 \x01(\t\x12\x14\n\x0cprocess_name\x18\x13 \x01(\t\x12\x10\n\x08\x65nd_user\x18\x14 \x01(\t\x12\x30\n\x06labels\x18\x15 \x03(\x0b\x32 .weir.v1.LiveRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x99\x01\n\x10LiveOrganization\x12\x17\n\x0forganization_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x15\n\rrequest_count\x18\x03 \x01(\x03\x12\x12\n\nhold_count\x18\x04 \x01(\x03\x12\x18\n\x10held_token_count\x18\x05 \x01(\x03\x12\x19\n\x11tokens_per_second\x18\x06 \x01(\x01\"V\n\x17ListLiveRequestsRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\nstuck_only\x18\x03 \x01(\x08\"\xad\x01\n\x18ListLiveRequestsResponse\x12&\n\x08requests\x18\x01 \x03(\x0b\x32\x14.weir.v1.LiveRequest\x12\x30\n\rorganizations\x18\x02 \x03(\x0b\x32\x19.weir.v1.LiveOrganization\x12\x15\n\rrequest_count\x18\x03 \x01(\x03\x12 \n\x18unresponsive_process_ids\x18\x04 \x03(\t\"8\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07project\x18\x02 \x01(\t\"\x86\x01\n\x12GetRequestResponse\x12\'\n\ngeneration\x18\x01 \x01(\x0b\x32\x13.weir.v1.Generation\x12\x19\n\x11organization_name\x18\x02 \x01(\t\x12\x14\n\x0cproject_name\x18\x03 \x01(\t\x12\x16\n\x0e\x61pi_key_prefix\x18\x04 \x01(\t\"I\n\x12KillRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07project\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x86\x02\n\x13KillRequestResponse\x12\x33\n\x06result\x18\x01 \x01(\x0e\x32#.weir.v1.KillRequestResponse.Result\x12\'\n\ngeneration\x18\x02 \x01(\x0b\x32\x13.weir.v1.Generation\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"`\n\x06Result\x12\x16\n\x12RESULT_UNSPECIFIED\x10\x00\x12\x10\n\x0cRESULT_ENDED\x10\x01\x12\x18\n\x14RESULT_ALREADY_ENDED\x10\x02\x12\x12\n\x0eRESULT_PENDING\x10\x03\"\x1b\n\x19\x45xpireOverdueHoldsRequest\"3\n\x1a\x45xpireOverdueHoldsResponse\x12\x15\n\rexpired_count\x18\x01 \x01(\x03*\xce\x01\n\x0cRequestPhase\x12\x1d\n\x19REQUEST_PHASE_UNSPECIFIED\x10\x00\x12\x1b\n\x17REQUEST_PHASE_PREPARING\x10\x01\x12\x18\n\x14REQUEST_PHASE_QUEUED\x10\x02\x12\x19\n\x15REQUEST_PHASE_LOADING\x10\x03\x12\x19\n\x15REQUEST_PHASE_PREFILL\x10\x04\x12\x18\n\x14REQUEST_PHASE_DECODE\x10\x05\x12\x18\n\x14REQUEST_PHASE_ENDING\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weir.v1.live_requests_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REQUESTPHASE']._serialized_start=1729
-  _globals['_REQUESTPHASE']._serialized_end=1935
+  _globals['_LIVEREQUEST_LABELSENTRY']._loaded_options = None
+  _globals['_LIVEREQUEST_LABELSENTRY']._serialized_options = b'8\001'
+  _globals['_REQUESTPHASE']._serialized_start=1844
+  _globals['_REQUESTPHASE']._serialized_end=2050
   _globals['_LIVEREQUEST']._serialized_start=139
-  _globals['_LIVEREQUEST']._serialized_end=689
-  _globals['_LIVEORGANIZATION']._serialized_start=692
-  _globals['_LIVEORGANIZATION']._serialized_end=845
-  _globals['_LISTLIVEREQUESTSREQUEST']._serialized_start=847
-  _globals['_LISTLIVEREQUESTSREQUEST']._serialized_end=933
-  _globals['_LISTLIVEREQUESTSRESPONSE']._serialized_start=936
-  _globals['_LISTLIVEREQUESTSRESPONSE']._serialized_end=1109
-  _globals['_GETREQUESTREQUEST']._serialized_start=1111
-  _globals['_GETREQUESTREQUEST']._serialized_end=1167
-  _globals['_GETREQUESTRESPONSE']._serialized_start=1170
-  _globals['_GETREQUESTRESPONSE']._serialized_end=1304
-  _globals['_KILLREQUESTREQUEST']._serialized_start=1306
-  _globals['_KILLREQUESTREQUEST']._serialized_end=1379
-  _globals['_KILLREQUESTRESPONSE']._serialized_start=1382
-  _globals['_KILLREQUESTRESPONSE']._serialized_end=1644
-  _globals['_KILLREQUESTRESPONSE_RESULT']._serialized_start=1548
-  _globals['_KILLREQUESTRESPONSE_RESULT']._serialized_end=1644
-  _globals['_EXPIREOVERDUEHOLDSREQUEST']._serialized_start=1646
-  _globals['_EXPIREOVERDUEHOLDSREQUEST']._serialized_end=1673
-  _globals['_EXPIREOVERDUEHOLDSRESPONSE']._serialized_start=1675
-  _globals['_EXPIREOVERDUEHOLDSRESPONSE']._serialized_end=1726
+  _globals['_LIVEREQUEST']._serialized_end=804
+  _globals['_LIVEREQUEST_LABELSENTRY']._serialized_start=759
+  _globals['_LIVEREQUEST_LABELSENTRY']._serialized_end=804
+  _globals['_LIVEORGANIZATION']._serialized_start=807
+  _globals['_LIVEORGANIZATION']._serialized_end=960
+  _globals['_LISTLIVEREQUESTSREQUEST']._serialized_start=962
+  _globals['_LISTLIVEREQUESTSREQUEST']._serialized_end=1048
+  _globals['_LISTLIVEREQUESTSRESPONSE']._serialized_start=1051
+  _globals['_LISTLIVEREQUESTSRESPONSE']._serialized_end=1224
+  _globals['_GETREQUESTREQUEST']._serialized_start=1226
+  _globals['_GETREQUESTREQUEST']._serialized_end=1282
+  _globals['_GETREQUESTRESPONSE']._serialized_start=1285
+  _globals['_GETREQUESTRESPONSE']._serialized_end=1419
+  _globals['_KILLREQUESTREQUEST']._serialized_start=1421
+  _globals['_KILLREQUESTREQUEST']._serialized_end=1494
+  _globals['_KILLREQUESTRESPONSE']._serialized_start=1497
+  _globals['_KILLREQUESTRESPONSE']._serialized_end=1759
+  _globals['_KILLREQUESTRESPONSE_RESULT']._serialized_start=1663
+  _globals['_KILLREQUESTRESPONSE_RESULT']._serialized_end=1759
+  _globals['_EXPIREOVERDUEHOLDSREQUEST']._serialized_start=1761
+  _globals['_EXPIREOVERDUEHOLDSREQUEST']._serialized_end=1788
+  _globals['_EXPIREOVERDUEHOLDSRESPONSE']._serialized_start=1790
+  _globals['_EXPIREOVERDUEHOLDSRESPONSE']._serialized_end=1841
 # @@protoc_insertion_point(module_scope)

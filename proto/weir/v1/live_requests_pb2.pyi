@@ -68,6 +68,26 @@ class LiveRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ORGANIZATION_ID_FIELD_NUMBER: _builtins.int
     ORGANIZATION_NAME_FIELD_NUMBER: _builtins.int
@@ -87,6 +107,8 @@ class LiveRequest(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     PROCESS_NAME_FIELD_NUMBER: _builtins.int
+    END_USER_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id chosen by the client, unique in its project."""
     organization_id: _builtins.str
@@ -119,6 +141,8 @@ class LiveRequest(_message.Message):
     """UUID of the api process that runs it."""
     process_name: _builtins.str
     """Display name of that process: "host:pid". Empty if not reported."""
+    end_user: _builtins.str
+    """The end user of the request. Empty: none was given. Unset without a hold."""
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:
         """Time since its arrival; since its admission if not reported by its process."""
@@ -130,6 +154,10 @@ class LiveRequest(_message.Message):
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """Time when its hold expires unless its process extends it. Unset without a hold."""
+
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The labels of the request. Empty without a hold."""
 
     def __init__(
         self,
@@ -153,10 +181,12 @@ class LiveRequest(_message.Message):
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         process_id: _builtins.str = ...,
         process_name: _builtins.str = ...,
+        end_user: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "age", b"age", "expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "age", b"age", "api_key_id", b"api_key_id", "api_key_prefix", b"api_key_prefix", "cached_input_token_count", b"cached_input_token_count", "delivered_token_count", b"delivered_token_count", "expire_time", b"expire_time", "input_token_count", b"input_token_count", "leased_token_count", b"leased_token_count", "model", b"model", "organization_id", b"organization_id", "organization_name", b"organization_name", "phase", b"phase", "process_id", b"process_id", "process_name", b"process_name", "project_id", b"project_id", "project_name", b"project_name", "request_id", b"request_id", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "age", b"age", "api_key_id", b"api_key_id", "api_key_prefix", b"api_key_prefix", "cached_input_token_count", b"cached_input_token_count", "delivered_token_count", b"delivered_token_count", "end_user", b"end_user", "expire_time", b"expire_time", "input_token_count", b"input_token_count", "labels", b"labels", "leased_token_count", b"leased_token_count", "model", b"model", "organization_id", b"organization_id", "organization_name", b"organization_name", "phase", b"phase", "process_id", b"process_id", "process_name", b"process_name", "project_id", b"project_id", "project_name", b"project_name", "request_id", b"request_id", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

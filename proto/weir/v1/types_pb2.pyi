@@ -95,6 +95,10 @@ class _QuotaSubjectEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QuotaSub
     """All keys of one project together."""
     QUOTA_SUBJECT_API_KEY: _QuotaSubject.ValueType  # 3
     """One API key."""
+    QUOTA_SUBJECT_END_USER: _QuotaSubject.ValueType  # 4
+    """One end user, within an organization or project."""
+    QUOTA_SUBJECT_LABEL: _QuotaSubject.ValueType  # 5
+    """The requests with one value of a label, within an organization or project."""
 
 class QuotaSubject(_QuotaSubject, metaclass=_QuotaSubjectEnumTypeWrapper):
     """Owner of a quota."""
@@ -107,6 +111,10 @@ QUOTA_SUBJECT_PROJECT: QuotaSubject.ValueType  # 2
 """All keys of one project together."""
 QUOTA_SUBJECT_API_KEY: QuotaSubject.ValueType  # 3
 """One API key."""
+QUOTA_SUBJECT_END_USER: QuotaSubject.ValueType  # 4
+"""One end user, within an organization or project."""
+QUOTA_SUBJECT_LABEL: QuotaSubject.ValueType  # 5
+"""The requests with one value of a label, within an organization or project."""
 Global___QuotaSubject: _TypeAlias = QuotaSubject  # noqa: Y015
 
 class _QuotaDimension:

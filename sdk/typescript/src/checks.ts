@@ -47,6 +47,7 @@ const MONEY: Check = [
 
 const COMMON = {
   labels: LABELS,
+  endUser: TEXT,
   requestId: TEXT,
   tier: TIER,
   timeoutMs: MILLISECONDS,

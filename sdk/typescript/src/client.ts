@@ -29,7 +29,7 @@ import type {
   GenerateOptions,
   OwnUsageOptions,
 } from "./options.js";
-import { buildCount, buildEmbed, buildStart, checkEncodable } from "./prompt.js";
+import { buildCount, buildEmbed, buildStart, checkEncodable, dropUndefined } from "./prompt.js";
 import { RESUME_MS } from "./resumption.js";
 import { SharedStream } from "./stream.js";
 import type { EmbedResult, Result, TokenCount } from "./values.js";
@@ -252,11 +252,15 @@ export class WeirClient implements AsyncDisposable {
     await this.close();
   }
 
-  /** Adds the labels of the client to those of a call, which win. */
+  /** Adds the labels and the end user of the client to those of a call, which win. */
   private labelled<Options extends GenerateOptions | EmbedOptions>(options: Options): Options {
-    const { labels } = this.connection.settings;
-    if (Object.keys(labels).length === 0) return options;
-    return { ...options, labels: { ...labels, ...options.labels } };
+    const { labels, endUser } = this.connection.settings;
+    if (Object.keys(labels).length === 0 && endUser === undefined) return options;
+    return {
+      ...options,
+      labels: { ...labels, ...options.labels },
+      ...dropUndefined({ endUser: options.endUser ?? endUser }),
+    };
   }
 }
 

@@ -72,6 +72,8 @@ export interface ClientOptions extends TlsOptions {
   readonly timeoutMs?: number;
   /** Labels of every generation and embedding, besides those of the call itself. */
   readonly labels?: Readonly<Record<string, string>>;
+  /** Your own user for whom requests are made, unless a request names another. */
+  readonly endUser?: string;
 }
 
 /** Retries at most `maxRetries` times, and never after a wait of more than `waitMaxMs`. */
@@ -112,6 +114,7 @@ export interface ConnectionSettings {
   readonly retry: RetryPolicy;
   readonly timeoutMs: number | undefined;
   readonly labels: Readonly<Record<string, string>>;
+  readonly endUser: string | undefined;
 }
 
 const KNOWN: Readonly<Record<keyof ClientOptions, true>> = {
@@ -123,6 +126,7 @@ const KNOWN: Readonly<Record<keyof ClientOptions, true>> = {
   keepaliveMs: true,
   timeoutMs: true,
   labels: true,
+  endUser: true,
   tls: true,
   rootCertificates: true,
   clientCertificate: true,
@@ -167,7 +171,8 @@ export function resolveSettings(
   const { timeoutMs } = options;
   if (timeoutMs !== undefined && !(typeof timeoutMs === "number" && timeoutMs > 0))
     throw invalid("timeoutMs", `must be a number of milliseconds above 0, not ${timeoutMs}`);
-  checkOptions({ labels: options.labels }, { labels: GENERATE.labels });
+  const { labels, endUser } = options;
+  checkOptions({ labels, endUser }, { labels: GENERATE.labels, endUser: GENERATE.endUser });
   const local = isLocal(address);
   return {
     address,
@@ -177,7 +182,8 @@ export function resolveSettings(
     keepaliveMs: options.keepaliveMs ?? KEEPALIVE_MS,
     retry: new RetryPolicy(options.maxRetries ?? 2, options.retryWaitMaxMs ?? RETRY_WAIT_MAX_MS),
     timeoutMs,
-    labels: options.labels ?? {},
+    labels: labels ?? {},
+    endUser,
   };
 }
 

@@ -12,7 +12,9 @@ export type QuotaSubject =
   | "unspecified"
   | "organization"
   | "project"
-  | "api-key";
+  | "api-key"
+  | "end-user"
+  | "label";
 
 /** Measure and window of a quota. "unspecified": newer than this client. */
 export const QUOTA_DIMENSIONS = [
@@ -281,6 +283,8 @@ export interface Generation {
    * while it runs, and after a recovery from a crash.
    */
   readonly migrationCount: number;
+  /** The end user of the request. Empty: none was given, or it was erased. */
+  readonly endUser: string;
 }
 
 /** Estimated cost of a month at its prices, before plan discounts, credit and tax. */
@@ -1183,6 +1187,10 @@ export interface LiveRequest {
   readonly processId: string;
   /** Display name of that process: "host:pid". Empty if not reported. */
   readonly processName: string;
+  /** The end user of the request. Empty: none was given. Unset without a hold. */
+  readonly endUser: string;
+  /** The labels of the request. Empty without a hold. */
+  readonly labels: Readonly<Record<string, string>>;
 }
 
 /** Totals of one organization's live requests. */

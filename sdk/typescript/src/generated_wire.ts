@@ -400,6 +400,7 @@ export function generation(
     outcome: value.outcome,
     labels: value.labels,
     migrationCount: value.migrationCount,
+    endUser: value.endUser,
   };
 }
 
@@ -926,6 +927,8 @@ export function liveRequest(
     expireTime: date(value.expireTime),
     processId: value.processId,
     processName: value.processName,
+    endUser: value.endUser,
+    labels: value.labels,
   };
 }
 

@@ -122,6 +122,8 @@ export interface GenerateOptions {
   readonly usageIntervalTokens?: number;
   /** The caller's labels, stored with the usage event. */
   readonly labels?: Readonly<Record<string, string>>;
+  /** Your own user for whom the request is made. Default: the client's. */
+  readonly endUser?: string;
   /** A UUID, the idempotency key of the request; generated if absent. */
   readonly requestId?: string;
   /** `batch` runs when no interactive request waits for the model. */
@@ -167,6 +169,8 @@ export interface EmbedOptions {
   readonly truncate?: boolean;
   /** The caller's labels, stored with the usage event. */
   readonly labels?: Readonly<Record<string, string>>;
+  /** Your own user for whom the request is made. Default: the client's. */
+  readonly endUser?: string;
   /** `batch` runs when no interactive request waits for the model. */
   readonly tier?: "interactive" | "batch";
   /** A UUID, the idempotency key of the request; generated if absent. */

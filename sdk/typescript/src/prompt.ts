@@ -99,6 +99,7 @@ function startInit(
     minOutputTokens: int64("minOutputTokens", options.minOutputTokens) ?? 0n,
     ignoreEos: options.ignoreEos ?? false,
     labels: { ...labels },
+    endUser: options.endUser ?? "",
     tier: options.tier === "batch" ? ServiceTier.BATCH : ServiceTier.INTERACTIVE,
     region: options.region ?? "",
     tools: toolsInit(options.tools),
@@ -281,6 +282,7 @@ export function buildEmbed(
     })),
     truncation: options.truncate ? Truncation.END : Truncation.NONE,
     labels: { ...options.labels },
+    endUser: options.endUser ?? "",
     tier: options.tier === "batch" ? ServiceTier.BATCH : ServiceTier.INTERACTIVE,
   };
 }
@@ -305,7 +307,7 @@ function int64(field: string, value: number | bigint | undefined): bigint | unde
 type Defined<T> = { [Key in keyof T]?: Exclude<T[Key], undefined> };
 
 /** Removes undefined keys: every present field is sent. */
-function dropUndefined<T extends object>(value: T): Defined<T> {
+export function dropUndefined<T extends object>(value: T): Defined<T> {
   return Object.fromEntries(
     Object.entries(value).filter(([, each]) => each !== undefined),
   ) as Defined<T>;

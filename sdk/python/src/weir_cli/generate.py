@@ -181,6 +181,13 @@ GENERATION = {
         float, "Wait in the queue for at most this many seconds, or be refused at once."
     ),
     "region": option(str, "Region to run in. Default: that of the server."),
+    "end_user": option(str, "Your own user for whom you ask: its usage and limits count."),
+    "labels": option(
+        list[str],
+        "Label of the request, to report and limit usage by; repeat for more.",
+        "--label",
+        metavar="NAME=VALUE",
+    ),
 }
 PRICES = ("input", "cached input", "output", "reasoning", "embedding")
 MODELS: Table[Model] = Table(
@@ -378,6 +385,10 @@ def embed(
     timeout: Annotated[
         float | None, typer.Option(help="Cancel the request after this many seconds.")
     ] = None,
+    end_user: Annotated[
+        str | None,
+        typer.Option(help="Your own user for whom you ask: its usage and limits count."),
+    ] = None,
     ask: Annotated[
         bool,
         typer.Option(
@@ -393,7 +404,12 @@ def embed(
     """
     given = lines(texts, file)
     model = chosen(client, model, ModelTask.EMBED)
-    options: EmbedOptions = {"truncate": truncate, "tier": tier, "timeout": timeout}
+    options: EmbedOptions = {
+        "truncate": truncate,
+        "tier": tier,
+        "timeout": timeout,
+        "end_user": end_user,
+    }
     if ask:
         print_quote(client.quote_embed(model, given, **options), as_json=as_json)
         return
@@ -461,6 +477,7 @@ def generate(
     """
     max_cost, several = given.pop("max_cost"), (given["choice_count"] or 1) > 1
     given["logit_bias"] = biases(given["logit_bias"] or [])
+    given["labels"] = labelled(given["labels"] or [])
     given["stop"], given["stop_token_ids"] = given["stop"] or [], given["stop_token_ids"] or []
     given["early_stopping"] = EARLY_STOPPING[given["early_stopping"]]
     for name in ("json_schema", "lark"):
@@ -512,6 +529,20 @@ def biases(texts: Sequence[str]) -> dict[int, float]:
                 f"{text!r} is not a token id, an equals sign and a number",
                 param_hint="--logit-bias",
             ) from None
+    return pairs
+
+
+def labelled(texts: Sequence[str]) -> dict[str, str]:
+    """Parse `NAME=VALUE` pairs. Raises: typer.BadParameter if one is malformed."""
+    pairs = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise typer.BadParameter(
+                f"{text!r} is not a name, an equals sign and a value, such as team=search",
+                param_hint="--label",
+            )
+        pairs[name] = value
     return pairs
 
 

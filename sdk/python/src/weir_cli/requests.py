@@ -29,7 +29,14 @@ from weir_cli.connection import (
     resolve,
 )
 from weir_cli.render import JsonOption, Table, make_console, print_found, table
-from weir_cli.texts import counted, duration_text, hold_end_text, time_text, usage_line
+from weir_cli.texts import (
+    counted,
+    duration_text,
+    hold_end_text,
+    printable,
+    time_text,
+    usage_line,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -328,10 +335,10 @@ def traced(generation: Generation, record: RecordedRequest | None = None) -> Ren
     head = Text(f"{generation.request_id} · {generation.model} · {state}")
     if record is not None:
         head.append(f"\n{record.organization_name}/{record.project_name} · {record.api_key_prefix}")
-    if generation.labels:
-        head.append(
-            "\n" + ", ".join(f"{key}={value}" for key, value in sorted(generation.labels.items()))
-        )
+    purpose = [f"end user {generation.end_user}"] if generation.end_user else []
+    purpose += [f"{key}={value}" for key, value in sorted(generation.labels.items())]
+    if purpose:
+        head.append(printable("\n" + ", ".join(purpose)))
     if (count := generation.migration_count) > 0:
         head.append(
             f"\nmoved to another engine {counted(count, 'time')}: the figures below cover all of it"

@@ -72,6 +72,14 @@ def check_retries(max_retries: object) -> None:
         raise invalid("max_retries", f"must be a whole number of at least 0, not {max_retries!r}")
 
 
+def check_end_user(end_user: object) -> None:
+    """Check that an end user is a text, or None. Raises: InvalidRequest."""
+    if not isinstance(end_user, str | None):
+        raise invalid(
+            "end_user", f"must be a text, such as your user's id, not a {type(end_user).__name__}"
+        )
+
+
 def check_labels(labels: object) -> None:
     """Check that labels map texts to texts. Raises: InvalidRequest."""
     if not isinstance(labels, Mapping):

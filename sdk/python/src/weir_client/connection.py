@@ -21,7 +21,14 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc.aio
 
 from weir_client import errors
-from weir_client.checks import check_known, check_labels, check_retries, check_seconds, invalid
+from weir_client.checks import (
+    check_end_user,
+    check_known,
+    check_labels,
+    check_retries,
+    check_seconds,
+    invalid,
+)
 from weir_client.status import error_from_rpc
 from weir_client.tls import Tls, TlsOptions, resolve_tls, without_scheme
 
@@ -96,6 +103,22 @@ class RetryPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class Purpose:
+    """Labels and end user of each request of a client, unless a request has its own.
+
+    Raises: InvalidRequest for values of another type.
+    """
+
+    labels: Mapping[str, str] | None = None
+    end_user: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_labels(self.labels or {})
+        check_end_user(self.end_user)
+
+
+@dataclass(frozen=True, slots=True)
 class ConnectionSettings:
     """Resolved address and options of a connection. `AsyncClient` documents each of them."""
 
@@ -106,7 +129,7 @@ class ConnectionSettings:
     keepalive_s: float = KEEPALIVE_S
     retry: RetryPolicy = RetryPolicy()
     timeout_s: float | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
+    purpose: Purpose = Purpose()
 
     @classmethod
     def resolve(
@@ -119,7 +142,7 @@ class ConnectionSettings:
         keepalive_s: float = KEEPALIVE_S,
         retry: RetryPolicy | None = None,
         timeout: float | None = None,
-        labels: Mapping[str, str] | None = None,
+        purpose: Purpose | None = None,
         options: Sequence[str] = UNARY_OPTIONS,
         **tls: Unpack[TlsOptions],
     ) -> ConnectionSettings:
@@ -133,7 +156,6 @@ class ConnectionSettings:
         check_known(tls, (*TlsOptions.__annotations__, *options))
         check_seconds("timeout", timeout)
         check_retries(retry.max_retries if retry else None)
-        check_labels(labels or {})
         if timeout is not None and timeout <= 0:
             raise invalid("timeout", f"must be above 0 s, not {timeout!r}; None sets no limit")
         field = "address" if address else "WEIR_ADDRESS"
@@ -162,7 +184,7 @@ class ConnectionSettings:
             keepalive_s,
             retry or RetryPolicy(),
             timeout,
-            dict(labels or {}),
+            purpose or Purpose(),
         )
 
 

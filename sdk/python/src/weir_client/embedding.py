@@ -25,6 +25,7 @@ class EmbedOptions(TypedDict, total=False):
 
     truncate: bool
     labels: Mapping[str, str] | None
+    end_user: str | None
     tier: Literal["interactive", "batch"] | None
     request_id: str | None
     timeout: float | None

@@ -27,6 +27,10 @@ class QuotaSubject(StrEnum):
     """All keys of one project together."""
     API_KEY = "api-key"
     """One API key."""
+    END_USER = "end-user"
+    """One end user, within an organization or project."""
+    LABEL = "label"
+    """The requests with one value of a label, within an organization or project."""
 
 
 class QuotaDimension(StrEnum):
@@ -327,6 +331,8 @@ class Generation(Value):
     migration_count: int = 0
     """Number of moves to another engine after the first token, because one was lost or drained. 0
     while it runs, and after a recovery from a crash."""
+    end_user: str = ""
+    """The end user of the request. Empty: none was given, or it was erased."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1255,6 +1261,10 @@ class LiveRequest(Value):
     """UUID of the api process that runs it."""
     process_name: str = ""
     """Display name of that process: "host:pid". Empty if not reported."""
+    end_user: str = ""
+    """The end user of the request. Empty: none was given. Unset without a hold."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """The labels of the request. Empty without a hold."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,8 @@ HINTS = {
     "num_beams": "use beam_width=",
     "logprobs": "use top_logprobs=",
     "stream": "generate() streams, and complete() returns the whole answer",
-    "user": "use labels=, which are stored with the usage",
+    "user": "use end_user=",
+    "safety_identifier": "use end_user=",
     "metadata": "use labels=, which are stored with the usage",
     "parallel_tool_calls": "use single_tool_call=True for at most one call",
     "service_tier": "use tier=",
@@ -87,6 +88,7 @@ class GenerateOptions(TypedDict, total=False):
     top_logprobs: int | None
     usage_interval_tokens: int | None
     labels: Mapping[str, str] | None
+    end_user: str | None
     request_id: str | None
     timeout: float | None
     tier: Literal["interactive", "batch"] | None

@@ -119,6 +119,7 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
         "ignore_eos": options.get("ignore_eos", False),
         "usage_interval_tokens": options.get("usage_interval_tokens"),
         "labels": options.get("labels", {}),
+        "end_user": options.get("end_user") or "",
         "tier": service_tier(options.get("tier")),
         "start_timeout": _start_timeout(options),
         "region": options.get("region") or "",
