@@ -62,6 +62,7 @@ from metering.store.group_commit import awaited
 from metering.store.migrations_runner import migrate
 from metering.store.pipeline import Connection
 
+ACTIVE_COUNT = 1000  # end users
 CONNECTION_COUNT_MAX = 64
 
 
@@ -289,7 +290,6 @@ FROM quotas s
 JOIN usage_subjects u ON u.organization_id = s.subject_id
 WHERE s.subject_id = %(organization)s AND s.for_each = 'end_user'
 """
-ACTIVE_COUNT = 1000
 
 
 def end_user_cases(

@@ -261,7 +261,7 @@ async def test_earlier_output_stays_billed(world: World, monkeypatch: pytest.Mon
         world.small.engine.gate.set()
         end = await world.end_of(call)
 
-    assert is_unavailable(end)
+    assert end.failed.status.code == grpc.StatusCode.ABORTED.value[0]
     assert end.failed.usage.billed_token_count == received() == 10
     assert world.database.events() == [(0, len(PROMPT), 10, "failed")]
     check_invariants(world.database.url, all_ended=True)

@@ -21,6 +21,32 @@ from tests.service import until
 NOWHERE = Connection("", "", "", "", "")
 READY = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
 BROKEN = "raise SystemExit(3)"
+HELD_PROGRAM = (
+    "import os; from api.__main__ import released;"
+    " print(released(os.environ)['WEIR_DATABASE_URL'], os.environ.get('WEIR_HELD'))"
+)
+# Starts a held process and ends as if it was killed.
+KILLED_SUPERVISOR = """
+import asyncio, os, sys
+from pathlib import Path
+from api.cli.stack import Child
+
+async def main():
+    log_path, program = Path(sys.argv[1]), sys.argv[2]
+    await Child("child", [sys.executable, "-c", program], log_path).start_held(os.environ)
+    os._exit(0)
+
+asyncio.run(main())
+"""
+# Ends when another one that runs the same has been told to end, too.
+ENDS_BESIDE = """
+import pathlib, signal, sys, time
+own, other = map(pathlib.Path, sys.argv[1:])
+signal.signal(signal.SIGTERM, lambda *_: own.with_suffix(".told").touch())
+own.touch()
+while not (own.with_suffix(".told").exists() and other.with_suffix(".told").exists()):
+    time.sleep(0.01)
+"""
 
 
 class Delays:
@@ -114,34 +140,6 @@ def test_the_home_directory_is_private(tmp_path: Path, before: int | None, after
     make_private(home)
 
     assert home.stat().st_mode & 0o777 == after
-
-
-HELD_PROGRAM = (
-    "import os; from api.__main__ import released;"
-    " print(released(os.environ)['WEIR_DATABASE_URL'], os.environ.get('WEIR_HELD'))"
-)
-# Starts a held process and ends as if it was killed.
-KILLED_SUPERVISOR = """
-import asyncio, os, sys
-from pathlib import Path
-from api.cli.stack import Child
-
-async def main():
-    log_path, program = Path(sys.argv[1]), sys.argv[2]
-    await Child("child", [sys.executable, "-c", program], log_path).start_held(os.environ)
-    os._exit(0)
-
-asyncio.run(main())
-"""
-# Ends when another one that runs the same has been told to end, too.
-ENDS_BESIDE = """
-import pathlib, signal, sys, time
-own, other = map(pathlib.Path, sys.argv[1:])
-signal.signal(signal.SIGTERM, lambda *_: own.with_suffix(".told").touch())
-own.touch()
-while not (own.with_suffix(".told").exists() and other.with_suffix(".told").exists()):
-    time.sleep(0.01)
-"""
 
 
 async def test_a_held_process_continues_with_the_settings_of_its_release(tmp_path: Path) -> None:

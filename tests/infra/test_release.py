@@ -80,7 +80,7 @@ def test_a_checkout_has_the_version_of_its_commit(
 def test_a_package_that_is_not_a_checkout_has_its_own_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for origin in ("", '{"url": "file:///a/wheel.whl", "archive_info": {}}'):
+    for origin in ("", '{"url": "https://weir.example.com/wheel.whl", "archive_info": {}}'):
         monkeypatch.setattr(checkout, "distribution", lambda _: Installed(origin, "0.2.0"))  # noqa: B023
         assert checkout.installed_version() == "0.2.0"
 
