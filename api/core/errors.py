@@ -497,6 +497,7 @@ class Interrupted(ApiError):
     reason = "INTERRUPTED"
 
     def __init__(self, interruption: str, cause: str, delivered_token_count: int) -> None:
+        self.cause = cause
         super().__init__(
             f"Your request ended after {delivered_token_count} tokens, which are delivered and"
             f" billed. {interruption} Request the rest, or all of it, with a new request_id; this"

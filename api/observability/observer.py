@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import structlog
 
+from api.core.errors import Interrupted
 from api.core.statuses import reason_of
 from api.observability.spans import STAGES, Record, Spans, TraceContext
 from common.loop_watch import BEAT_S, LoopWatch
@@ -284,8 +285,12 @@ class RequestCounts:
     def failed(
         self, model: str, tier: ServiceTier, error: Exception, settled: Settled | None
     ) -> None:
-        """Count a refused or failed request. `settled` is its billed usage, None if refused."""
-        model, reason = model if model in self._models else UNKNOWN_MODEL, reason_of(error)
+        """Count a refused or failed request, an interrupted one by the cause.
+
+        `settled` is its billed usage, None if refused.
+        """
+        model = model if model in self._models else UNKNOWN_MODEL
+        reason = error.cause if isinstance(error, Interrupted) else reason_of(error)
         self.ends[model, tier, reason.lower()] += 1
         if settled is not None:
             self._add_tokens(model, settled)
