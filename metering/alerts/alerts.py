@@ -49,6 +49,10 @@ MONTHS_BACK = 1
 USED_UP_MILLI = 995
 # Test of a threshold in percent: a float filter with some margin, before the exact integer test.
 NEARLY = 0.0099
+# The planner cannot know that hardly any selector is taken, and would read all limits.
+SCAN_SETTINGS = text("SET LOCAL enable_seqscan = off")
+# A worker that was down finds the changes of keys it missed, in the end of the audit log.
+KEYS_BACK, ENTRIES_BACK = timedelta(days=2), 50_000
 CREDIT = QuotaDimension.PREPAID_CREDIT_PICOS
 
 
@@ -335,17 +339,12 @@ def facts_of(alert: Alert) -> InvoiceFacts:
     )
 
 
-# A worker that was down finds the changes of keys it missed, in the end of the audit log.
-KEYS_BACK, ENTRIES_BACK = timedelta(days=2), 50_000
-
-
 def _fire(scanned: str, quotas: str, chosen: str, limit: str = "") -> str:
     """Build the statement that fires alerts of the limits `chosen` among `quotas`.
 
     `scanned` are CTEs that the condition needs.
     """
-    return f"""
-WITH windows AS (
+    return f"""windows AS (
     SELECT *
     FROM unnest(
         CAST(:dimensions AS text[]), CAST(:starts AS timestamptz[]), CAST(:ends AS timestamptz[])
@@ -421,7 +420,9 @@ WITH windows AS (
 """
 
 
-FIRE_CROSSED = text(_fire("", "quotas q", "q.within_id IS NULL", limit="LIMIT :limit"))
+FIRE_CROSSED = text(f"""
+WITH {_fire("", "quotas q", "q.within_id IS NULL", limit="LIMIT :limit")}
+""")
 # Limits of usage subjects may be a million. Only those are read whose use or terms have changed
 # since the last scan, which takes them from `alert_scans`; a changed selector concerns all of its,
 # so many at a time.
@@ -455,15 +456,10 @@ _taken = """taken AS (
 ), scanned AS MATERIALIZED (
     SELECT quota_id FROM taken UNION SELECT id FROM given
 ), """
-FIRE_OF_USAGE_SUBJECTS = text(
-    _fire(
-        _taken,
-        "scanned, LATERAL (SELECT * FROM quota_terms WHERE id = quota_id OFFSET 0) q",
-        "q.within_id IS NOT NULL",
-    )
-)
-# The planner cannot know that hardly any selector is taken, and would read all limits.
-SCAN_SETTINGS = text("SET LOCAL enable_seqscan = off")
+_of_key = "LATERAL (SELECT * FROM quota_terms WHERE id = quota_id OFFSET 0) q"
+FIRE_OF_USAGE_SUBJECTS = text(f"""
+WITH {_fire(_taken, f"scanned, {_of_key}", "q.within_id IS NOT NULL")}
+""")
 IS_SCAN_DUE = text("SELECT EXISTS (SELECT FROM alert_scans WHERE due_at <= now())")
 
 
