@@ -21,7 +21,13 @@ from metering.holds.operations import Admit, Admitted, Ended, Extend, Renew, Voi
 from metering.proof.check import Moment
 from metering.quotas.quota_admin import delete_quota, set_quota
 from metering.quotas.quota_rules import Payer, QuotaState
-from metering.quotas.quota_states import usage_subject_quotas
+from metering.quotas.quota_states import (
+    effective,
+    member_quotas_for,
+    narrowed_by,
+    quotas_for,
+    usage_subject_quotas,
+)
 from metering.quotas.quotas import QuotaExceeded
 from metering.quotas.quoting import quote
 from metering.store.db import Sessions
@@ -486,6 +492,33 @@ async def test_a_first_request_does_not_wait_for_an_administrator_who_sets_its_l
         await session.commit()
         assert await admitted_count(holds, first("alice")) == 1
     check_invariants(world.url)
+
+
+@pytest.mark.parametrize("on_project", [True, False])
+async def test_a_limit_is_narrowed_by_those_that_count_all_its_requests(
+    world: HoldWorld, sessions: Sessions, on_project: bool
+) -> None:
+    """A project's limit counts only a part of what an end user of the organization requests."""
+    payer = world.tenant()
+    project = await limit(sessions, payer, PER_DAY, 10)
+    organization = await limit(sessions, payer, PER_DAY, 20, on_project=False)
+    await limit(sessions, payer, PER_DAY, 5, label="team=search")
+
+    own = await limit(sessions, payer, PER_DAY, 100, end_user="alice", on_project=on_project)
+
+    async with sessions() as session:
+        found = await narrowed_by(session, own)
+        labels = {"team": "search"}
+        states = [
+            *await quotas_for(session, subject_ids=payer.subject_ids, model=MODEL),
+            *await member_quotas_for(
+                session, payer=payer, model=MODEL, end_user="alice", labels=labels
+            ),
+        ]
+    assert found == (project if on_project else organization).quota_id
+    assert [each.narrowed_by for each in effective(states) if each.state.limit_value == 100] == [
+        found
+    ]
 
 
 FAULTS = faults("""
