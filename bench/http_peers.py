@@ -16,7 +16,10 @@ column "simulated" is Weir with its simulated engine of the same speed instead.
 3. A burst of 500 requests of one key with a limit of 100: how many are served. LiteLLM has its
    limits from a custom authentication function, since its keys need its database; two processes
    share a Redis server, or Weir's database.
-4. `kill -9` under load: complete responses without a usage record. LiteLLM's records are those of
+4. Ten requests at once of an end user that no one knows, against a default limit for three, in
+   many tries: four api processes, one of which is killed. LiteLLM has no part in it: its budgets of
+   end users need its database.
+5. `kill -9` under load: complete responses without a usage record. LiteLLM's records are those of
    its `generic_api` callback, since its spend logs need its database.
 """
 
@@ -67,6 +70,20 @@ from infra.peers import PEERS, install
 from metering.store.db import psycopg_conninfo
 from metering.tenants.authentication import prefix_of
 
+# A default limit for each end user of the project of a key.
+DEFAULT_LIMIT = """
+INSERT INTO quotas (subject, subject_id, for_each, dimension, limit_value)
+SELECT 'project', project_id, 'end_user', 'tokens_per_month', %s FROM api_keys WHERE prefix = %s
+"""
+ADMITTED = """
+SELECT count(*)
+FROM holds
+WHERE state <> 'voided'
+  AND end_user_id IS NOT NULL
+  AND project_id = (SELECT project_id FROM api_keys WHERE prefix = %s)
+GROUP BY end_user_id
+"""
+FIRST_COUNT, FIRST_LIMIT = 10, 3
 OUTPUT_TOKENS = 16
 PROMPT = " ".join(["hotel"] * 25)
 BURST, LIMIT = 500, 100
@@ -306,6 +323,31 @@ def burst(gateway: Running) -> int:
     return int(seen["statuses"].get("200", 0))
 
 
+def first_requests(site: Site, settings: Mapping[str, Any], try_count: int) -> Values:
+    """Send first requests to four api processes, and kill one after a third of the tries.
+
+    Returns the tries, the end users that were admitted exactly as often as their limit allows, in
+    the database, and the tries in which more were served.
+    """
+    [secret] = create_keys(site.database_url, 1)
+    with psycopg.connect(psycopg_conninfo(site.database_url), autocommit=True) as connection:
+        with weir(site, settings, secret, process_count=4) as gateway:
+            limit = FIRST_LIMIT * (prompt_token_count(gateway) + OUTPUT_TOKENS)
+            connection.execute(DEFAULT_LIMIT, (limit, prefix_of(secret)))
+            load = {"connection_count": FIRST_COUNT, "try_count": try_count}
+            process = client(gateway, "first", **load)
+            assert process.stdout is not None
+            process.stdout.readline()
+            os.kill(gateway.serving()[0], signal.SIGKILL)
+            tries: list[list[int]] = seen_by(process)["tries"]
+        rows = connection.execute(ADMITTED, (prefix_of(secret),)).fetchall()
+    return {
+        "tries": len(tries),
+        "exact": sum(row[0] == FIRST_LIMIT for row in rows),
+        "over": sum(each.count(200) > FIRST_LIMIT for each in tries),
+    }
+
+
 def delivered_until_kill(gateway: Running, connection_count: int) -> list[str]:
     """Kill the gateway under load. Return the ids of the complete responses."""
     load = {"connection_count": connection_count, "delivered_count": KILL_AFTER_COUNT}
@@ -465,6 +507,13 @@ class World:
         name = f"{BURST} at once, limit for {LIMIT}, {process_count} processes"
         return Case(name, {"Weir": ours} | ({"LiteLLM": theirs} if self.options.litellm else {}))
 
+    def firsts(self) -> Case:
+        """Build the case of first requests of unknown end users."""
+        run = partial(first_requests, self.site, self.remote, self.options.tries)
+        return Case(
+            f"{FIRST_COUNT} first requests of an end user, limit for {FIRST_LIMIT}", {"Weir": run}
+        )
+
     def kills(self) -> Case:
         """Build the case of responses without a record after kills under load."""
         ways = {"Weir": partial(weir_lost, self.site, self.remote, self.key)}
@@ -510,7 +559,7 @@ def prepare(options: argparse.Namespace) -> Iterator[Cases]:
         direct_ms = ttft_ms(Running("upstream", [port], "none", list), options.seconds)
         [key] = create_keys(url, 1)
         world = World(options, site, port, direct_ms, remote, simulated, key)
-        yield [world.speeds(), world.bursts(1), world.bursts(2), world.kills()]
+        yield [world.speeds(), world.bursts(1), world.bursts(2), world.firsts(), world.kills()]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -523,6 +572,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--step-ms", type=float, default=5.0, help="of the upstream, per token (default: 5)"
+    )
+    parser.add_argument(
+        "--tries", type=int, default=1000, help="of first requests (default: %(default)s)"
     )
 
 
@@ -538,6 +590,9 @@ FIGURES = {
     },
     "ttft_added_ms": Figure("TTFT added, ms", ".1f"),
     **{f"served_{kind}": Figure(f"served, by {kind}", compared="no") for kind in LIMITS},
+    "tries": Figure("tries", compared="no"),
+    "exact": Figure("exactly the limit", compared="no"),
+    "over": Figure("over the limit", compared="no"),
     "lost": Figure("without a record", compared="no"),
     "delivered": Figure("complete responses", compared="no"),
 }
