@@ -19,6 +19,9 @@ CHARS_MAX: Mapping[str, int] = {
     "override_reason": 1000,
     "url": 2000,
     "page_token": 2000,
+    "labels": 512,
+    "label": 600,  # KEY=VALUE
+    "for_each": 100,
 }
 # Text for a model, with any content. The message and its parser limit its size.
 FREE_TEXT = frozenset(

@@ -27,6 +27,7 @@ END_USER, LABEL = "end_user", "label"  # kinds
 IDLE_MAX = timedelta(days=35)
 ARCHIVED_MAX = 10_000  # per transaction, a second or so
 LISTED_MAX = 1000
+LAST_CHAR = chr(0x10FFFF)  # sorts after all others
 # Weir's keys, keys of OpenAI's form, and JSON Web Tokens: reports show names, and must not
 # show a secret.
 SECRET_FORMS = re.compile(
@@ -153,9 +154,8 @@ async def list_usage_subjects(
         UsageSubject.name > after,
     )
     if prefix:
-        query = query.where(
-            UsageSubject.name >= prefix, UsageSubject.name.startswith(prefix, autoescape=True)
-        )
+        # Names are sorted by their bytes: those of a prefix are a range of the index.
+        query = query.where(UsageSubject.name >= prefix, UsageSubject.name < prefix + LAST_CHAR)
     rows = await session.scalars(query.order_by(UsageSubject.name).limit(min(limit, LISTED_MAX)))
     return rows.all()
 

@@ -9,15 +9,16 @@ from functools import partial
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from metering.core.errors import EndUsersExhausted, InvalidValue
-from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
+from metering.core.models import Quota, QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.holds import hold_cache
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit, Admitted, Extend
 from metering.quotas.quota_admin import delete_quota, set_quota
 from metering.quotas.quota_rules import Payer, QuotaState
-from metering.quotas.quota_states import usage_subject_quotas
+from metering.quotas.quota_states import states
 from metering.quotas.quotas import QuotaExceeded
 from metering.quotas.quoting import quote
 from metering.store.db import Sessions
@@ -61,7 +62,11 @@ async def end_user_limits(sessions: Sessions, payer: Payer, name: str) -> list[Q
     """Return the limits of an end user."""
     async with sessions() as session:
         found = await find_usage_subject(session, payer.organization_id, "end_user", "", name)
-        return [] if found is None else await usage_subject_quotas(session, found.id)
+        return (
+            []
+            if found is None
+            else await states(session, select(Quota).where(Quota.subject_id == found.id))
+        )
 
 
 def connection(world: HoldWorld, **values: Any) -> HoldConnection:
