@@ -108,7 +108,7 @@ def check_usage_subjects(
         wrong.check(right, field, limits)
         if right:
             wrong.check_text(key, field)
-            wrong.check_text(value, field)
+            wrong.check_text(value, field, "labels")
 
 
 def check_end_user(name: str, field: str, wrong: Violations) -> None:

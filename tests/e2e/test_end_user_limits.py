@@ -151,6 +151,30 @@ async def test_http_says_who_is_limited_and_when_to_try_again(admin: Admin) -> N
     assert "End user alice of your organization" in refused.value.message
 
 
+async def test_a_name_of_full_length_is_set_listed_and_shown(admin: Admin) -> None:
+    longest, label = "é" * 256, "k" * 64 + "=" + "v" * 512
+    await admin.set(1, end_user=longest)
+    await admin.set(1, end_user="zoe")
+    await admin.set(2, label=label)
+    who = {"organization": admin.tenant.name}
+    found = []
+    for prefix in ("z", longest):
+        page = await admin.call("ListEndUsers", prefix=prefix, **who)
+        found += [each.name for each in page.end_users]
+    assert found == ["zoe", longest]
+    page = await admin.call("ListEndUsers", page_size=1, **who)
+    rest = await admin.call("ListEndUsers", page_token=page.next_page_token, **who)
+    assert [each.name for each in (*page.end_users, *rest.end_users)] == ["zoe", longest]
+    shown = await admin.call("GetEndUser", end_user=longest, **who)
+    assert [each.limit_value for each in shown.quotas] == [1]
+    key, _, value = label.partition("=")
+    assert await admin.end(end_user=longest, labels={key: value}) is None
+    assert await admin.left(end_user=longest, labels={key: value}) == [
+        (longest, 1, 0),
+        (label, 2, 1),
+    ]
+
+
 async def test_end_users_are_listed_by_name_in_pages(admin: Admin) -> None:
     names = ["al", "alice", "bob", "Ålice", "albert", "b%b"]
     for name in names:
@@ -221,7 +245,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [  # call, fields, and the one th
     ("SetQuota", {"for_each": "end_user", "for_new_keys": True}, "for_each"),
     ("SetQuota", {"end_user": "a", "label": "a=b"}, "label"),
     ("SetQuota", {"end_user": " a"}, "end_user"),
-    ("SetQuota", {"end_user": "é" * 257}, "end_user"),
+    ("SetQuota", {"end_user": "é" * 300}, "end_user"),
     ("SetQuota", {"end_user": "sk-proj-0123456789abcdefghijklmnop"}, "end_user"),
     ("SetQuota", {"label": "team"}, "label"),
     ("SetQuota", {"label": "=search"}, "label"),
@@ -243,10 +267,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [  # call, fields, and the one th
 async def test_a_wrong_field_is_named(
     admin: Admin, name: str, fields: dict[str, Any], field: str
 ) -> None:
-    given = {"organization": admin.tenant.name}
+    given: dict[str, Any] = {"organization": admin.tenant.name}
     if name == "SetQuota":
         given = {"subject": ORGANIZATION, "subject_ref": admin.tenant.name}
-        given |= {"dimension": PER_MINUTE, "limit_value": 1}  # type: ignore[dict-item]
+        given |= {"dimension": PER_MINUTE, "limit_value": 1}
     refusal = await admin.call.refused(name, **given | fields)
     assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, [field])
     query = "SELECT 1 FROM usage_subjects WHERE organization_id = %s"
@@ -295,6 +319,10 @@ async def test_every_change_is_in_the_audit_log(admin: Admin) -> None:
         for each in (await admin.call("ListAuditEntries", subject=quota.quota_id)).entries
     ]
     assert [each.action for each in entries] == ["quota.delete", "quota.set"] * 2
+    of_customer = await admin.call("ListAuditEntries", subject=admin.tenant.name)
+    assert {each.subject_id for each in entries} <= {
+        each.subject_id for each in of_customer.entries
+    }
     assert json.loads(entries[3].after_json)["for_each"] == "end_user"
 
 

@@ -949,9 +949,9 @@ class SetQuotaRequest(_message.Message):
     `label`.
     """
     end_user: _builtins.str
-    """Limits this end user within the organization or project, who may be unknown so far. This limit
-    replaces the one of a selector and keeps its usage. Part of the limit's identity. Bad names, a
-    key as subject, or another of these fields: INVALID_ARGUMENT.
+    """Limits this end user within the organization or project, known or not. This limit replaces the
+    one of a selector and keeps its usage. Part of the limit's identity. Bad names, a key as
+    subject, or another of these fields: INVALID_ARGUMENT.
     """
     label: _builtins.str
     """Limits the requests with this label, "KEY=VALUE", within the organization or project. Like

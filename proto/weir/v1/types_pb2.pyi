@@ -412,8 +412,8 @@ class QuotaStatus(_message.Message):
     lowered below the usage.
     """
     subject_name: _builtins.str
-    """Display name: "organization", "organization/project", a key's prefix, the name of an end user, or
-    "key=value" of a label. In `admitted` and `finished` frames of end users and labels only.
+    """Display name: "organization", "organization/project", a key's prefix, the name of an end user,
+    or "key=value" of a label. In `admitted` and `finished` frames of end users and labels only.
     """
     enforced: _builtins.bool
     """False: shadow mode, counts and reports without refusing."""

@@ -223,9 +223,9 @@ export interface SetQuotaOptions extends CallOptionsOf {
    */
   readonly forEach?: string | undefined;
   /**
-   * Limits this end user within the organization or project, who may be unknown so far. This limit
-   * replaces the one of a selector and keeps its usage. Part of the limit's identity. Bad names, a
-   * key as subject, or another of these fields: InvalidRequest.
+   * Limits this end user within the organization or project, known or not. This limit replaces the
+   * one of a selector and keeps its usage. Part of the limit's identity. Bad names, a key as
+   * subject, or another of these fields: InvalidRequest.
    */
   readonly endUser?: string | undefined;
   /**

@@ -145,6 +145,25 @@ END_USERS: Table[EndUser] = Table(
 OWN_QUOTAS = QUOTAS.without("alerts at", "id", empty="no limits apply to this key")
 QUOTAS_OF_ONE = QUOTAS.without("alerts at", empty="no limits apply to this end user")
 END_USERS_PAGE_SIZE = 500
+# Whom a limit within an organization or project concerns.
+ONE = {
+    "end_user": option(str, "Limits of this end user: your own user, as requests name it."),
+    "label": option(str, "Limits of the requests with this label, such as team=search."),
+}
+ONES = {
+    "each": option(str, "Give the limit to each of them: `end-user`, or `label:KEY`."),
+    "end_user": option(str, "Limit this end user only: your own user, as requests name it."),
+    "label": option(str, "Limit the requests with this label only, such as team=search."),
+}
+REQUEST = {
+    "end_user": option(str, "Also the limits of this end user of yours."),
+    "labels": option(
+        list[str],
+        "Also the limits of this label; repeat for more.",
+        "--label",
+        metavar="KEY=VALUE",
+    ),
+}
 PROFILE = {
     "emails": option(
         list[str], "E-mail address; repeat for more. Stripe sends invoices to the first.", "--email"
@@ -448,25 +467,6 @@ def key_sheet(key: ApiKey) -> RenderableType:
 
 
 quota = typer.Typer(help="Set, show and remove limits.", no_args_is_help=True)
-# Whom a limit within an organization or project concerns.
-ONE = {
-    "end_user": option(str, "Limits of this end user: your own user, as requests name it."),
-    "label": option(str, "Limits of the requests with this label, such as team=search."),
-}
-ONES = {
-    "each": option(str, "Give the limit to each of them: `end-user`, or `label:KEY`."),
-    "end_user": option(str, "Limit this end user only: your own user, as requests name it."),
-    "label": option(str, "Limit the requests with this label only, such as team=search."),
-}
-REQUEST = {
-    "end_user": option(str, "Also the limits of this end user of yours."),
-    "labels": option(
-        list[str],
-        "Also the limits of this label; repeat for more.",
-        "--label",
-        metavar="KEY=VALUE",
-    ),
-}
 
 
 @quota.command("set")
@@ -555,7 +555,11 @@ def override_quota(
         status = client.end_quota_override(quota_id)
     else:
         kind = next(
-            (each.dimension for each in client.list_quotas(quota_id=quota_id)),
+            (
+                each.dimension
+                for each in client.list_quotas(quota_id=quota_id)
+                if each.quota_id == quota_id  # older servers return all
+            ),
             QuotaDimension.UNSPECIFIED,
         )
         limit, span = (
@@ -683,7 +687,7 @@ def show_end_user(
     end_user: Annotated[str, typer.Argument(help="Its name, as requests give it.")],
     organization: OrganizationOption = None,
 ) -> Output:
-    """Show an end user: when it was last active, its limits, and what it may still use."""
+    """Show an end user: its last day of use, its limits, and their remainders."""
     found = client.get_end_user(organization_or_default(organization, client.address), end_user)
     about = END_USERS.of([found.end_user])
     return found, about, limits(found.quotas, QUOTAS_OF_ONE)

@@ -366,9 +366,9 @@ class AsyncAdminCalls(UnaryClient):
             of this label, within the organization or project gets a limit with these terms, from
             its first request on. Part of the limit's identity. InvalidRequest for a key, or with
             `for_new_keys`, `end_user` or `label`.
-        `end_user`: Limits this end user within the organization or project, who may be unknown so
-            far. This limit replaces the one of a selector and keeps its usage. Part of the limit's
-            identity. Bad names, a key as subject, or another of these fields: InvalidRequest.
+        `end_user`: Limits this end user within the organization or project, known or not. This
+            limit replaces the one of a selector and keeps its usage. Part of the limit's identity.
+            Bad names, a key as subject, or another of these fields: InvalidRequest.
         `label`: Limits the requests with this label, "KEY=VALUE", within the organization or
             project. Like `end_user` in all else.
         """

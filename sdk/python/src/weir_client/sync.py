@@ -512,14 +512,26 @@ class Client(BlockingClient[AsyncClient]):
         """
         return self._thread.run(lambda: self._client.list_models(timeout=timeout))
 
-    def get_quota(self, model: str = "", *, timeout: float | None = None) -> list[QuotaStatus]:
+    def get_quota(
+        self,
+        model: str = "",
+        *,
+        end_user: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> list[QuotaStatus]:
         """Return every limit that applies to the key; an empty list means unlimited.
 
         Args:
             model: Only the limits that apply to this model.
+            end_user: Also the limits of this end user, even those of its first request to come.
+                Default: the client's.
+            labels: Also the limits of these labels, added to the client's.
             timeout: Seconds for the call, retries included. Default: the client's.
         """
-        return self._thread.run(lambda: self._client.get_quota(model, timeout=timeout))
+        return self._thread.run(
+            lambda: self._client.get_quota(model, end_user=end_user, labels=labels, timeout=timeout)
+        )
 
     def get_restrictions(self, *, timeout: float | None = None) -> KeyRestrictions:
         """Return the key's scopes, models, tokens per request and expiry.
