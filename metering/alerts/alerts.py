@@ -49,6 +49,10 @@ MONTHS_BACK = 1
 USED_UP_MILLI = 995
 # Test of a threshold in percent: a float filter with some margin, before the exact integer test.
 NEARLY = 0.0099
+# The planner cannot know that hardly any selector is taken, and would read all limits.
+SCAN_SETTINGS = text("SET LOCAL enable_seqscan = off")
+# A worker that was down finds the changes of keys it missed, in the end of the audit log.
+KEYS_BACK, ENTRIES_BACK = timedelta(days=2), 50_000
 CREDIT = QuotaDimension.PREPAID_CREDIT_PICOS
 
 
@@ -335,24 +339,24 @@ def facts_of(alert: Alert) -> InvoiceFacts:
     )
 
 
-# A worker that was down finds the changes of keys it missed, in the end of the audit log.
-KEYS_BACK, ENTRIES_BACK = timedelta(days=2), 50_000
+def _fire(scanned: str, quotas: str, chosen: str, limit: str = "") -> str:
+    """Build the statement that fires alerts of the limits `chosen` among `quotas`.
 
-
-FIRE_CROSSED = text(f"""
-WITH windows AS (
+    `scanned` are CTEs that the condition needs.
+    """
+    return f"""windows AS (
     SELECT *
     FROM unnest(
         CAST(:dimensions AS text[]), CAST(:starts AS timestamptz[]), CAST(:ends AS timestamptz[])
     ) AS w (dimension, starts_at, ends_at)
-), limits AS MATERIALIZED (
+), {scanned}limits AS MATERIALIZED (
     -- limit_value: the limit in force at the end of the window, or now. used_min: usage below it
     -- crosses no threshold.
-    SELECT q.id, q.subject, q.subject_id, q.dimension, q.enforced, q.alert_at, w.starts_at,
-           l.limit_value,
+    SELECT q.id, q.subject, q.subject_id, q.within_id, q.dimension, q.enforced, q.alert_at,
+           w.starts_at, l.limit_value,
            CASE WHEN q.dimension = '{CREDIT}' THEN 0
                 ELSE l.limit_value::float8 * q.alert_at[1] * {NEARLY} END AS used_min
-    FROM quota_terms q
+    FROM {quotas}
     JOIN windows w
         ON w.dimension = q.dimension
        AND (w.ends_at > now() OR w.ends_at > q.changed_at)
@@ -364,11 +368,16 @@ WITH windows AS (
       AND q.deleted_at IS NULL
       AND NOT q.for_new_keys
       AND q.for_each = ''
+      AND {chosen}
       AND l.limit_value > 0
 ), near AS MATERIALIZED (
     SELECT l.*, c.used
-    FROM limits l
-    JOIN quota_counters c ON c.quota_id = l.id AND c.window_start = l.starts_at
+    FROM limits l, LATERAL (  -- OFFSET 0: always by its key
+        SELECT used
+        FROM quota_counters
+        WHERE quota_id = l.id AND window_start = l.starts_at
+        OFFSET 0
+    ) c
     WHERE c.used >= l.used_min
 ), due AS (
     SELECT n.*, t.threshold
@@ -392,22 +401,66 @@ WITH windows AS (
           WHERE (a.quota_id, a.window_start, a.threshold, a.limit_value)
               = (n.id, n.starts_at, t.threshold, n.limit_value)
       )
-    LIMIT :limit
+    {limit}
 ), fired AS (
     INSERT INTO alerts
         (organization_id, quota_id, window_start, threshold, limit_value, used, fired_at)
-    SELECT coalesce(p.organization_id, d.subject_id), d.id, d.starts_at, d.threshold,
+    SELECT coalesce(p.organization_id, d.within_id, d.subject_id), d.id, d.starts_at, d.threshold,
            d.limit_value, d.used, now()
     FROM due d
     LEFT JOIN api_keys k ON d.subject = 'api_key' AND k.id = d.subject_id
     LEFT JOIN projects p
         ON p.id = CASE d.subject WHEN 'project' THEN d.subject_id
-                                 WHEN 'api_key' THEN k.project_id END
+                                 WHEN 'api_key' THEN k.project_id
+                                 ELSE d.within_id END
     ORDER BY d.id, d.starts_at, d.threshold  -- one order for all workers prevents deadlocks
     ON CONFLICT DO NOTHING
     RETURNING id, organization_id
 ), {QUEUE_FIRED}
+"""
+
+
+FIRE_CROSSED = text(f"""
+WITH {_fire("", "quotas q", "q.within_id IS NULL", limit="LIMIT :limit")}
 """)
+# Limits of usage subjects may be a million. Only those are read whose use or terms have changed
+# since the last scan, which takes them from `alert_scans`; a changed selector concerns all of its,
+# so many at a time.
+_taken = """taken AS (
+    DELETE FROM alert_scans
+    WHERE ctid = ANY(ARRAY(
+        SELECT ctid
+        FROM alert_scans
+        WHERE due_at <= now()
+        ORDER BY due_at, quota_id
+        LIMIT :limit
+        FOR UPDATE SKIP LOCKED
+    ))
+    RETURNING quota_id, after_id
+), given AS MATERIALIZED (
+    SELECT quota_id AS selector_id, q.*
+    FROM taken, LATERAL (
+        SELECT id, subject_id
+        FROM quotas
+        WHERE selector_id = quota_id AND subject_id > after_id AND deleted_at IS NULL
+        ORDER BY subject_id
+        LIMIT :limit
+    ) q
+), continued AS (
+    INSERT INTO alert_scans (quota_id, after_id)
+    SELECT selector_id, (array_agg(subject_id ORDER BY subject_id DESC))[1]
+    FROM given
+    GROUP BY selector_id
+    HAVING count(*) = :limit
+    ON CONFLICT DO NOTHING  -- it has changed again
+), scanned AS MATERIALIZED (
+    SELECT quota_id FROM taken UNION SELECT id FROM given
+), """
+_of_key = "LATERAL (SELECT * FROM quota_terms WHERE id = quota_id OFFSET 0) q"
+FIRE_OF_USAGE_SUBJECTS = text(f"""
+WITH {_fire(_taken, f"scanned, {_of_key}", "q.within_id IS NOT NULL")}
+""")
+IS_SCAN_DUE = text("SELECT EXISTS (SELECT FROM alert_scans WHERE due_at <= now())")
 
 
 async def fire_due_alerts(sessions: Sessions) -> int:
@@ -416,21 +469,25 @@ async def fire_due_alerts(sessions: Sessions) -> int:
     Returns the number of alerts. Concurrent scans are safe.
     """
     fired_count = 0
-    for _ in range(STATEMENTS_MAX):
-        async with sessions.begin() as session:
-            now = await database_now(session)
-            windows = scanned_windows(now)
-            parameters = {
-                "dimensions": [str(dimension) for dimension, _, _ in windows],
-                "starts": [starts_at for _, starts_at, _ in windows],
-                "ends": [ends_at for _, _, ends_at in windows],
-                "month": window_start(QuotaDimension.COST_PICOS_PER_MONTH, now).date(),
-                "limit": ALERTS_MAX,
-            }
-            found = int((await session.execute(FIRE_CROSSED, parameters)).scalar_one())
-        fired_count += found
-        if found < ALERTS_MAX:
-            break
+    for statement in (FIRE_CROSSED, FIRE_OF_USAGE_SUBJECTS):
+        for _ in range(STATEMENTS_MAX):
+            async with sessions.begin() as session:
+                now = await database_now(session)
+                windows = scanned_windows(now)
+                if statement is FIRE_OF_USAGE_SUBJECTS:
+                    await session.execute(SCAN_SETTINGS)
+                parameters = {
+                    "dimensions": [str(dimension) for dimension, _, _ in windows],
+                    "starts": [starts_at for _, starts_at, _ in windows],
+                    "ends": [ends_at for _, _, ends_at in windows],
+                    "month": window_start(QuotaDimension.COST_PICOS_PER_MONTH, now).date(),
+                    "limit": ALERTS_MAX,
+                }
+                found = int((await session.execute(statement, parameters)).scalar_one())
+                is_due = statement is not FIRE_CROSSED and await session.scalar(IS_SCAN_DUE)
+            fired_count += found
+            if found < ALERTS_MAX and not is_due:
+                break
     async with sessions.begin() as session:
         changes = {"since": KEYS_BACK, "entries": ENTRIES_BACK, "limit": ALERTS_MAX}
         return fired_count + int((await session.execute(FIRE_KEY_CHANGES, changes)).scalar_one())

@@ -306,16 +306,10 @@ def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
     return statements
 
 
-def new_members(reads: BatchReads, writes: BatchWrites, counters: Counters) -> list[Statement]:
-    """Build the statements that create the usage subjects and limits of newly admitted requests."""
-    members: dict[int, Member] = {}
-    rules: dict[int, QuotaRule] = {}
-    for _, hold in writes.holds if reads.creations else ():
-        if (creation := reads.creations.get(hold.terms)) is not None:
-            members |= {each.id.int: each for each in creation.members}
-            rules |= {each.number: each for each in creation.rules}
+def member_writes(members: Collection[Member]) -> list[Statement]:
+    """Build the statements that create new usage subjects, and mark the others as used today."""
     statements: list[Statement] = []
-    if new := [each for each in members.values() if each.is_new]:
+    if new := [each for each in members if each.is_new]:
         values = (
             id_array([each.id for each in new]),
             id_array([each.organization_id for each in new]),
@@ -324,8 +318,20 @@ def new_members(reads: BatchReads, writes: BatchWrites, counters: Counters) -> l
             text_array([each.name for each in new]),
         )
         statements.append((INSERT_MEMBERS, values))
-    if used := [each.id for each in members.values() if not each.is_new]:
+    if used := [each.id for each in members if not each.is_new]:
         statements.append((USE_MEMBERS, (id_array(used),)))
+    return statements
+
+
+def new_members(reads: BatchReads, writes: BatchWrites, counters: Counters) -> list[Statement]:
+    """Build the statements that create the usage subjects and limits of newly admitted requests."""
+    members: dict[int, Member] = {}
+    rules: dict[int, QuotaRule] = {}
+    for _, hold in writes.holds if reads.creations else ():
+        if (creation := reads.creations.get(hold.terms)) is not None:
+            members |= {each.id.int: each for each in creation.members}
+            rules |= {each.number: each for each in creation.rules}
+    statements = member_writes(members.values())
     if rules:
         quotas = (
             id_number_array(list(rules)),

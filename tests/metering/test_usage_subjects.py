@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from metering.core.errors import EndUsersExhausted, InvalidValue, NotFound
+from metering.core.errors import EndUsersExhausted, InvalidValue, NotFound, WriteConflict
 from metering.core.models import Quota, QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.holds import hold_cache
+from metering.holds.bindings import Bind
 from metering.holds.hold_connection import HoldConnection
-from metering.holds.operations import Admit, Admitted, Extend, Void
+from metering.holds.operations import Admit, Admitted, Ended, Extend, Renew, Void
 from metering.quotas.quota_admin import delete_quota, set_quota
 from metering.quotas.quota_rules import Payer, QuotaState
 from metering.quotas.quota_states import states
@@ -27,6 +28,7 @@ from metering.store.db import Sessions
 from metering.tenants.usage_subjects import (
     archive_idle,
     checked_end_user,
+    create_usage_subject,
     find_usage_subject,
     list_usage_subjects,
 )
@@ -319,7 +321,7 @@ async def test_extended_and_expired_holds_of_an_end_user_are_counted(
 @pytest.mark.parametrize(
     "name",
     [
-        "x" * 257,
+        "x" * 513,
         "a\nb",
         " alice",
         "alice ",
@@ -428,3 +430,62 @@ async def test_random_operations_keep_every_limit_and_counter(
     finally:
         for each in stores:
             await each.close()
+
+
+async def test_an_outage_creates_no_more_end_users_than_the_bound_and_brings_back_archived_ones(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    payer = world.tenant()
+
+    async def bound(holds: HoldConnection, *names: str) -> list[str | None]:
+        """Admit without end users, bind with them, and return the names of the holds."""
+        standing = [admit(payer) for _ in names]
+        for op in standing:
+            op.request_id = op.hold_id  # marks it as unbound
+        await holds.execute(standing)
+        binds = [
+            Bind(op.hold_id, payer, uuid.uuid4(), bytes(32), {}, 1, 1, name)
+            for op, name in zip(standing, names, strict=True)
+        ]
+        answers = await holds.bind(binds, Renew(uuid.uuid4(), frozenset(), frozenset()))
+        assert answers == [Ended(done=True)] * len(names)
+        of_hold = "SELECT (SELECT name FROM usage_subjects u WHERE u.id = end_user_id) FROM holds"
+        return [world.one(f"{of_hold} WHERE id = %s", op.hold_id) for op in standing]
+
+    async with connection(world, end_users_max=2) as holds:
+        assert await bound(holds, "a", "b", "c", "a") == ["a", "b", None, "a"]
+        world.advance(timedelta(days=20).total_seconds())
+        async with sessions.begin() as session:
+            assert await archive_idle(session, timedelta(days=19)) == 2
+        assert await bound(holds, "a", "d", "b") == ["a", "d", "b"], "no room for b, but its row"
+    assert world.rows("SELECT name, archived_at IS NULL FROM usage_subjects ORDER BY name") == [
+        ("a", True),
+        ("b", False),
+        ("d", True),
+    ]
+    assert world.rows("SELECT end_user_count FROM usage_subject_counts") == [(2,)]
+    check_invariants(world.url)
+
+
+@pytest.mark.parametrize("kind", ["end_user", "label"])
+async def test_a_first_request_does_not_wait_for_an_administrator_who_sets_its_limit(
+    world: HoldWorld, sessions: Sessions, kind: str
+) -> None:
+    payer = world.tenant()
+    label_key = "" if kind == "end_user" else "team"
+    await limit(sessions, payer, PER_DAY, 100, for_each=f"label:{label_key}" if label_key else kind)
+
+    def first(name: str) -> Admit:
+        if label_key:
+            return admit(payer, labels={label_key: name})
+        return admit(payer, end_user=name)
+
+    async with connection(world) as holds, sessions() as session:
+        await create_usage_subject(session, payer.organization_id, kind, label_key, "alice")
+        async with asyncio.timeout(2):  # less than a deadlock or the lock's timeout takes
+            [refused, admitted] = await holds.execute([first("alice"), first("bob")])
+        assert isinstance(refused, WriteConflict)
+        assert isinstance(admitted, Admitted)
+        await session.commit()
+        assert await admitted_count(holds, first("alice")) == 1
+    check_invariants(world.url)
