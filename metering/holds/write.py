@@ -70,9 +70,10 @@ INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payl
     price_version_id, labels, process_id, input_token_count, leased_token_count, quota_ids,
     admitted_at, charged_at, expires_at, embedding, end_user_id)
 SELECT ids[2 * i - 1], payers[4 * t - 3], payers[4 * t - 2], payers[4 * t - 1], ids[2 * i],
-    payload_hash, models[t], terms[4 * t - 3], coalesce(labels::jsonb, '{{}}'), %s::uuid,
-    input_token_count, leased_token_count, quota_ids[terms[4 * t - 2]:terms[4 * t - 1]],
-    now(), now(), now() + make_interval(secs => %s), terms[4 * t] <> 0,
+    payload_hash, models[terms[5 * t - 4]], terms[5 * t - 3], coalesce(labels::jsonb, '{{}}'),
+    %s::uuid, input_token_count, leased_token_count,
+    quota_ids[terms[5 * t - 2]:terms[5 * t - 1]],
+    now(), now(), now() + make_interval(secs => %s), terms[5 * t] <> 0,
     nullif(payers[4 * t], '00000000-0000-0000-0000-000000000000')
 FROM (SELECT %s::uuid[] AS payers, %s::text[] AS models, %s::bigint[] AS terms,
         %s::uuid[] AS quota_ids, %s::uuid[] AS ids, %s::bigint[] AS numbers) AS sent,
@@ -361,16 +362,18 @@ def new_holds(writes: BatchWrites, owner: HoldOwner) -> list[Statement]:
     payers: list[bytes] = []
     terms: list[int] = []
     quota_ids: list[bytes] = []
+    models: dict[str, int] = {}  # finding an element of an array of texts reads those before it
     for each in indexes:
         payers += each.packed_payer_ids  # of organization, project, key and end user
         first = len(quota_ids) + 1
         quota_ids += each.packed_quota_ids
-        terms += each.prices.version, first, len(quota_ids), each.embedding
+        model = models.setdefault(each.model, len(models) + 1)
+        terms += model, each.prices.version, first, len(quota_ids), each.embedding
     values = (
         str(owner.process_id),
         owner.expiry_s,
         packed_array(UUID_OID, payers),
-        text_array([each.model for each in indexes]),
+        text_array(models),
         number_array(terms),
         packed_array(UUID_OID, quota_ids),
         id_number_array(ids),

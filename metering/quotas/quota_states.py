@@ -243,8 +243,8 @@ def _narrowed_by(state: QuotaState, others: Iterable[QuotaState]) -> uuid.UUID |
         if other.rule.enforced
         and (SUBJECT_ORDER.index(other.subject), other.model != "") != rank
         and SUBJECT_ORDER.index(other.subject) <= rank[0]
-        and counts_within(other.rule, state.rule)
         and other.model in ("", state.model)
+        and includes(other.rule, state.rule)
         and narrows(other.rule, state.rule)
     ]
     return (
@@ -254,13 +254,13 @@ def _narrowed_by(state: QuotaState, others: Iterable[QuotaState]) -> uuid.UUID |
     )
 
 
-def counts_within(parent: QuotaRule, child: QuotaRule) -> bool:
-    """Return True if the scope of `parent` has all requests of an end user or label of `child`."""
-    if child.within_id is None:
-        return parent.within_id is None
-    if parent.within_id is None:
-        return parent.subject is QuotaSubject.ORGANIZATION or parent.subject_id == child.within_id
-    return parent.subject_id == child.subject_id and parent.within_id == child.within_id
+def includes(parent: QuotaRule, child: QuotaRule) -> bool:
+    """Return True if `parent`, one of the same payer, counts all requests of `child`'s subject."""
+    if parent.within_id is not None or child.within_id is None:
+        return parent.within_id is None or (
+            (parent.subject_id, parent.within_id) == (child.subject_id, child.within_id)
+        )
+    return parent.subject is QuotaSubject.ORGANIZATION or parent.subject_id == child.within_id
 
 
 def narrows(parent: QuotaRule, child: QuotaRule) -> bool:

@@ -19,9 +19,16 @@ from metering.holds import hold_cache
 from metering.holds.bindings import Bind
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit, Admitted, Ended, Extend, Renew, Void
+from metering.proof.check import Moment
 from metering.quotas.quota_admin import delete_quota, set_quota
 from metering.quotas.quota_rules import Payer, QuotaState
-from metering.quotas.quota_states import states
+from metering.quotas.quota_states import (
+    effective,
+    member_quotas_for,
+    narrowed_by,
+    quotas_for,
+    states,
+)
 from metering.quotas.quotas import QuotaExceeded
 from metering.quotas.quoting import quote
 from metering.store.db import Sessions
@@ -34,6 +41,7 @@ from metering.tenants.usage_subjects import (
 )
 from tests.metering.hold_world import MODEL, HoldWorld, admit, of_type, settle
 from tests.metering.invariants import check_invariants
+from tests.metering.planted_faults import faults, unseen
 
 CONCURRENT = QuotaDimension.CONCURRENT_REQUESTS
 PER_MINUTE = QuotaDimension.REQUESTS_PER_MINUTE
@@ -488,4 +496,65 @@ async def test_a_first_request_does_not_wait_for_an_administrator_who_sets_its_l
         assert isinstance(admitted, Admitted)
         await session.commit()
         assert await admitted_count(holds, first("alice")) == 1
+    check_invariants(world.url)
+
+
+@pytest.mark.parametrize("on_project", [True, False])
+async def test_a_limit_is_narrowed_by_those_that_count_all_its_requests(
+    world: HoldWorld, sessions: Sessions, on_project: bool
+) -> None:
+    """A project's limit counts only a part of what an end user of the organization requests."""
+    payer = world.tenant()
+    project = await limit(sessions, payer, PER_DAY, 10)
+    organization = await limit(sessions, payer, PER_DAY, 20, on_project=False)
+    await limit(sessions, payer, PER_DAY, 5, label="team=search")
+
+    own = await limit(sessions, payer, PER_DAY, 100, end_user="alice", on_project=on_project)
+
+    async with sessions() as session:
+        found = await narrowed_by(session, own)
+        labels = {"team": "search"}
+        found_states = [
+            *await quotas_for(session, subject_ids=payer.subject_ids, model=MODEL),
+            *await member_quotas_for(
+                session,
+                organization_id=payer.organization_id,
+                scopes=(payer.organization_id, payer.project_id),
+                model=MODEL,
+                end_user="alice",
+                labels=labels,
+            ),
+        ]
+    assert found == (project if on_project else organization).quota_id
+    assert [
+        each.narrowed_by for each in effective(found_states) if each.state.limit_value == 100
+    ] == [found]
+
+
+FAULTS = faults("""
+    counts 3 end users and 1 label values      | UPDATE usage_subject_counts SET end_user_count = 3
+    but has 1 and 1                            | UPDATE usage_subjects SET archived_at = now()
+                                               | WHERE name = 'alice'
+    counts 0 end users and 0 label values      | DELETE FROM usage_subject_counts
+    is charged to a quota of another customer  | UPDATE holds SET end_user_id = u.id
+                                               | FROM usage_subjects u
+                                               | WHERE u.name = 'bob' AND end_user_id <> u.id
+    is charged to a quota of another customer  | UPDATE quotas SET within_id = gen_random_uuid()
+                                               | WHERE subject = 'label'
+    is charged to a quota of another customer  | UPDATE holds SET quota_ids = ARRAY(
+                                               | SELECT id FROM quotas WHERE for_each = 'end_user')
+""")
+
+
+async def test_a_check_reports_each_wrong_count_and_a_limit_of_another_end_user(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    payer = world.tenant()
+    for for_each in ("end_user", "label:team"):
+        await limit(sessions, payer, PER_DAY, 1000, for_each=for_each)
+    await world.run(
+        *(admit(payer, end_user=each, labels={"team": "a"}) for each in ("alice", "bob"))
+    )
+
+    assert unseen(world.url, FAULTS, Moment.ALWAYS) == []
     check_invariants(world.url)
