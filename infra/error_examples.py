@@ -40,6 +40,23 @@ INVALID = FieldViolation("sampling.temperature", "must be between 0 and 2, got 5
 SETTLED = Settled(uuid.UUID(int=0), 10, 4, 33, 32, 32, 12_345_000, "USD", Outcome.STOP)
 
 
+END_USER_LIMIT = QuotaState(
+    QuotaRule(
+        KEY_ID,
+        QuotaSubject.END_USER,
+        KEY_ID,
+        "",
+        QuotaDimension.REQUESTS_PER_MINUTE,
+        3,
+        within_id=KEY_ID,
+        subject_name="alice",
+    ),
+    3,
+    0,
+    NOW,
+)
+
+
 def limit(dimension: QuotaDimension, value: int, used: int, model: str = "") -> QuotaState:
     """Return a limit of an API key, or of an organization on money."""
     is_money = "picos" in dimension
@@ -193,6 +210,7 @@ def examples() -> tuple[Exception, ...]:
             " requests on one stream."
         ),
         *quota_examples(),
+        QuotaExceeded([END_USER_LIMIT], [1], "USD"),
         metering_errors.EndUsersExhausted("end users", 1_000_000),
         errors.NotAdmittedYet(
             "Your request is not admitted yet. Change its limits after the `admitted` frame."

@@ -42,6 +42,7 @@ NAMES = {
     "DrainReplicaResponse": "DrainedReplica",
     "Generation.State": "GenerationState",
     "GetCreditBalanceResponse": "CreditBalance",
+    "GetEndUserResponse": "EndUserLimits",
     "GetForecastResponse": "UsageForecast",
     "GetMonthReportResponse": "MonthReport",
     "GetOwnUsageResponse": "UsageReport",
@@ -63,7 +64,7 @@ NAMES = {
 }
 # Values that calls written by hand return or take; the others are found from the generated calls.
 ROOTS = (
-    "Alert", "AuditEntry", "FinishReason", "Generation", "GetForecastResponse",
+    "Alert", "AuditEntry", "EndUser", "FinishReason", "Generation", "GetForecastResponse",
     "GetOwnUsageResponse", "GetUsageResponse", "Invoice", "KeyRestrictions", "Model",
     "MonthExportFormat", "Plan", "PlanAssignment", "ProgressFrame.Stage", "QuoteResponse",
     "SimulatedCustomer", "Timings", "TokenLogprobs", "UsageGrouping",
@@ -164,6 +165,7 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "ListApiKeys": "organization?",
         "SetQuota": "subject subject_ref dimension limit_value",
         "OverrideQuota": "quota_id limit_value expire_time reason",
+        "GetEndUser": "organization end_user",
         "SetPrice": (
             "model *input_picos_per_token *cached_input_picos_per_token *output_picos_per_token"
         ),

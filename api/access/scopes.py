@@ -26,6 +26,7 @@ BY_SERVICE: Mapping[str, Mapping[Scopes, tuple[str, ...]]] = {
             *("CreateProject", "ListProjects"),
             *("CreateApiKey", "RotateApiKey", "UpdateApiKey", "RevokeApiKey", "ListApiKeys"),
             *("SetQuota", "OverrideQuota", "DeleteQuota", "ListQuotas"),
+            *("ListEndUsers", "GetEndUser"),
             *("SetPrice", "ListPrices", "WithdrawPrice", "SimulatePrices"),
             *("CreatePlan", "ListPlans", "AssignPlan"),
             *("GrantCredit", "ListCreditGrants", "GetCreditBalance", "SetPrepaid"),

@@ -32,7 +32,7 @@ from metering.configuration.configuration import (
     present_state,
     stated_thresholds,
 )
-from metering.core.models import QuotaKey, QuotaTerms, record_of, values_of
+from metering.core.models import QuotaDimension, QuotaKey, QuotaTerms, record_of, values_of
 from metering.invoicing.documents import check_shown
 from metering.invoicing.invoice_document import Issuer
 from metering.pricing.prices import PriceTerms
@@ -195,9 +195,7 @@ class Parsing:
                     "a temporary override has a limit, an end and a reason: set all three or none",
                 )
             )
-        key = QuotaKey(
-            dimension or next(iter(wire.DIMENSION_NUMBERS)), message.model, message.for_new_keys
-        )
+        key = quota_key(dimension or next(iter(wire.DIMENSION_NUMBERS)), message)
         values = stated_terms(message)
         if "alert_at" in values:
             values["alert_at"] = stated_thresholds(key.dimension, values["alert_at"])
@@ -277,11 +275,16 @@ def quota_message(quota: tuple[QuotaKey, QuotaSpec]) -> configuration_pb2.QuotaC
     return wire.message_of(kind, spec, **asdict(key), **terms, override_end_time=until)
 
 
+def quota_key(
+    dimension: QuotaDimension, message: pb.SetQuotaRequest | configuration_pb2.QuotaConfiguration
+) -> QuotaKey:
+    """Read what identifies a limit among those of its subject."""
+    return record_of(QuotaKey, message, dimension=dimension)
+
+
 def quota_key_message(key: QuotaKey) -> configuration_pb2.QuotaConfiguration:
     dimension = wire.DIMENSION_NUMBERS[key.dimension]
-    return configuration_pb2.QuotaConfiguration(
-        dimension=dimension, model=key.model, for_new_keys=key.for_new_keys
-    )
+    return configuration_pb2.QuotaConfiguration(**asdict(key) | {"dimension": dimension})
 
 
 def answer_of(work: Attempts, *, secrets: bool) -> configuration_pb2.ApplyConfigurationResponse:

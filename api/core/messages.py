@@ -73,12 +73,17 @@ TIME_ZONE = "UTC"
 
 def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
     status = types_pb2.QuotaStatus()
-    status.CopyFrom(quota_in_force(state.rule, state.subject_name, state.override_reason))
+    name = state.subject_name or state.rule.subject_name
+    status.CopyFrom(quota_in_force(state.rule, name, state.override_reason))
     status.used_value = state.used
     status.held_value = state.held
     status.remaining_value = status.limit_value - state.used - state.held
     status.would_refuse_count = state.would_refuse_count
     status.for_new_keys = state.for_new_keys
+    if state.within_name:
+        status.within_name = state.within_name
+    if state.is_planned:
+        status.quota_id = ""
     if (reset := resets(state.now)[state.rule.window]) is not None:
         status.reset_time.seconds, status.reset_delay.seconds, status.reset_delay.nanos = reset
     if state.alert_at:
@@ -126,6 +131,9 @@ def quota_in_force(
         output_weight_milli=weights.output,
         base_limit_value=limit_value if rule.base_limit_value is None else rule.base_limit_value,
         override_reason=override_reason,
+        for_each=rule.for_each,
+        within_id=str(rule.within_id or ""),
+        selector_id=str(rule.selector_id or ""),
     )
     if rule.override_until is not None:
         status.override_end_time.CopyFrom(known_time(rule.override_until))

@@ -349,6 +349,8 @@ def quota_metadata(error: QuotaExceeded) -> dict[str, str]:
         "requested": str(error.requested[0]),
         "retry_helps": "true" if error.retry_helps else "false",
     }
+    if first.rule.within_id is not None:  # the name as the request gave it
+        message["subject_name"] = first.rule.subject_name
     if first.resets_at is not None:
         message["reset_time"] = first.resets_at.isoformat().replace("+00:00", "Z")
     return message

@@ -18,7 +18,12 @@ CHARS_MAX: Mapping[str, int] = {
     "reason": 1000,
     "override_reason": 1000,
     "url": 2000,
-    "page_token": 2000,
+    "page_token": 4000,
+    "end_user": 512,
+    "prefix": 512,
+    "labels": 512,
+    "label": 600,  # KEY=VALUE
+    "for_each": 100,
 }
 # Text for a model, with any content. The message and its parser limit its size.
 FREE_TEXT = frozenset(

@@ -87,6 +87,13 @@ def check_purpose(message: pb.StartFrame | pb.EmbedRequest, wrong: Violations) -
     wrong.check(
         message.tier in TIERS, "tier", "must be SERVICE_TIER_INTERACTIVE or SERVICE_TIER_BATCH"
     )
+    check_usage_subjects(message, wrong)
+
+
+def check_usage_subjects(
+    message: pb.StartFrame | pb.EmbedRequest | pb.GetQuotaRequest, wrong: Violations
+) -> None:
+    """Check the end user and the labels of a request."""
     if message.end_user:
         check_end_user(message.end_user, "end_user", wrong)
     labels = message.labels
@@ -101,7 +108,7 @@ def check_purpose(message: pb.StartFrame | pb.EmbedRequest, wrong: Violations) -
         wrong.check(right, field, limits)
         if right:
             wrong.check_text(key, field)
-            wrong.check_text(value, field)
+            wrong.check_text(value, field, "labels")
 
 
 def check_end_user(name: str, field: str, wrong: Violations) -> None:

@@ -36,6 +36,7 @@ from api.core.messages import (
     own_usage_message,
     restrictions,
 )
+from api.core.texts import Violations
 from api.generation.parsing.embed_request import parse_embed
 from api.generation.parsing.start_frame import parse_count_tokens
 from api.generation.request.caller import Caller
@@ -54,7 +55,7 @@ from api.rpc.client_stream import ClientStream, remaining_s
 from api.rpc.open_streams import OpenStreams
 from metering.alerts.alerts import latest_key_change
 from metering.control.live import certificate_of
-from metering.quotas.quota_states import quotas_for
+from metering.quotas.quota_states import member_quotas_for, quotas_for
 from metering.reports.usage_reports import UsageFilter, own_usage, period_of, utc_date
 from metering.store.db import Sessions, database_now
 from metering.tenants.authentication import Principal
@@ -184,9 +185,21 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         if model:
             check_model(principal, model)
             self._registry.router.find(model)
-        subject_ids = (principal.organization_id, principal.project_id, principal.api_key_id)
+        wrong = Violations()
+        wire.check_usage_subjects(request, wrong)
+        wrong.raise_if_any()
+        scopes = (principal.organization_id, principal.project_id)
+        subject_ids = (*scopes, principal.api_key_id)
         async with self._sessions() as session:
             states = await quotas_for(session, subject_ids=subject_ids, model=model or None)
+            states += await member_quotas_for(
+                session,
+                organization_id=principal.organization_id,
+                scopes=scopes,
+                model=model or None,
+                end_user=request.end_user,
+                labels=request.labels,
+            )
             change = await latest_key_change(session, principal.api_key_id)
         return pb.GetQuotaResponse(
             quotas=effective_quota_statuses(states), restrictions=restrictions(principal, change)

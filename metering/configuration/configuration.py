@@ -27,7 +27,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from sqlalchemy import Select, select
+from sqlalchemy import select, union
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue, MeteringError
@@ -41,6 +41,7 @@ from metering.core.models import (
     QuotaSubject,
     QuotaTerms,
     ServiceTier,
+    UsageSubject,
     record_of,
 )
 from metering.core.money import checked_currency
@@ -314,7 +315,11 @@ class Attempts:
         """
         await recount(
             self.session,
-            [each for each in self.uncounted if each[0].subject_id not in self.created],
+            [
+                each
+                for each in self.uncounted
+                if (each[0].within_id or each[0].subject_id) not in self.created
+            ],
         )
 
     async def _attempt(
@@ -606,8 +611,12 @@ class Attempts:
         defaults: Collection[QuotaKey] = (),
     ) -> None:
         """Create, update and remove the limits of a subject; those in `defaults` are kept."""
-        query = limits_of([subject.id]).execution_options(populate_existing=True)
-        rows = {key_of(row): row for row in await self.session.scalars(query)}
+        rows = {
+            key: row
+            for _, key, row in await limits_of(
+                self.session, [subject.id], {key.end_user for key, _ in desired.quotas}
+            )
+        }
         self._check_names(f"{subject.path}.quotas", "dimension", [key for key, _ in desired.quotas])
         for index, (key, spec) in enumerate(desired.quotas):
             at = f"{subject.path}.quotas[{index}]"
@@ -729,22 +738,58 @@ class Attempts:
         )
 
 
-def limits_of(subject_ids: Collection[uuid.UUID]) -> Select[Quota]:
-    """Select the limits of subjects in order of creation.
+async def limits_of(
+    session: AsyncSession, subject_ids: Collection[uuid.UUID], end_users: Collection[str] = ()
+) -> list[tuple[uuid.UUID, QuotaKey, Quota]]:
+    """List the limits of subjects in order of creation, each with its subject and its key.
 
-    Prepaid credit is left out: it is set by grants.
+    Those of label values within the subjects belong to them; those of end users, of which there may
+    be a million, only if they are named. Prepaid credit is left out: it is set by grants. What a
+    selector gives is left out as well.
     """
-    return (
-        select(Quota)
-        .where(Quota.subject_id.in_(subject_ids), Quota.deleted_at.is_(None))
+    settable = (
+        select(Quota, UsageSubject)
+        .outerjoin(UsageSubject, UsageSubject.id == Quota.subject_id)
+        .where(Quota.deleted_at.is_(None), Quota.selector_id.is_(None))
         .where(Quota.dimension != QuotaDimension.PREPAID_CREDIT_PICOS)
-        .order_by(Quota.created_at, Quota.id)
+        .execution_options(populate_existing=True)
     )
+    within = settable.where(Quota.within_id.in_(subject_ids))
+    queries = [
+        settable.where(Quota.subject_id.in_(subject_ids)),
+        within.where(Quota.subject == QuotaSubject.LABEL),
+    ]
+    if any(end_users):
+        owners = union(
+            select(Organization.id).where(Organization.id.in_(subject_ids)),
+            select(Project.organization_id).where(Project.id.in_(subject_ids)),
+        )
+        queries.append(
+            within.where(
+                UsageSubject.organization_id.in_(owners),
+                UsageSubject.kind == QuotaSubject.END_USER,
+                UsageSubject.label_key == "",
+                UsageSubject.name.in_(end_users),
+            )
+        )
+    rows = [row for query in queries for row in await session.execute(query)]
+    return [
+        (quota.within_id or quota.subject_id, key_of(quota, member), quota)
+        for quota, member in sorted(rows, key=lambda row: (row[0].created_at, row[0].id))
+    ]
 
 
-def key_of(quota: Quota) -> QuotaKey:
+def key_of(quota: Quota, member: UsageSubject | None = None) -> QuotaKey:
+    """Return what identifies a limit among those of its subject, or of an end user or label."""
+    name = "" if member is None else member.name or ""
+    is_label = member is not None and member.label_key != ""
     return QuotaKey(
-        QuotaDimension(quota.dimension), quota.model, quota.for_new_keys, quota.for_each
+        QuotaDimension(quota.dimension),
+        quota.model,
+        quota.for_new_keys,
+        quota.for_each,
+        end_user="" if is_label else name,
+        label=f"{member.label_key}={name}" if member is not None and is_label else "",
     )
 
 
@@ -891,6 +936,6 @@ def key_specs(keys: Iterable[ApiKey], quotas: Quotas) -> tuple[KeySpec, ...]:
 async def quotas_of(session: AsyncSession, subject_ids: list[uuid.UUID], now: datetime) -> Quotas:
     """Load the limits of each subject, in order of creation."""
     found: dict[uuid.UUID, list[tuple[QuotaKey, QuotaSpec]]] = defaultdict(list)
-    for quota in await session.scalars(limits_of(subject_ids)):
-        found[quota.subject_id].append((key_of(quota), QuotaSpec.of(quota, now)))
+    for subject_id, key, quota in await limits_of(session, subject_ids):
+        found[subject_id].append((key, QuotaSpec.of(quota, now)))
     return {subject_id: tuple(quotas) for subject_id, quotas in found.items()}

@@ -14,7 +14,7 @@ from metering.core.models import AuditEntry, Base
 from metering.core.pages import check_page_size
 
 # References of a row to its owners.
-OWNER_COLUMNS = ("subject_id", "organization_id", "project_id", "api_key_id")
+OWNER_COLUMNS = ("subject_id", "within_id", "organization_id", "project_id", "api_key_id")
 UNLOGGED = frozenset({"secret_hash", "secret"})  # columns that must not be logged
 
 Snapshot = dict[str, Any]

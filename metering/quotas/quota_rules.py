@@ -439,11 +439,12 @@ class Charge(NamedTuple):
 class QuotaState(NamedTuple):
     """One limit at one time. Amounts are in requests, tokens or picos, by dimension.
 
-    `subject_name`, `override_reason`, `would_refuse_count` and `alert_at` are empty unless they
-    were read. `would_refuse_count` counts admissions of this window that the quota would have
-    refused if it were enforced. With `for_new_keys` the quota limits nothing itself, but is copied
-    to each key created under its subject. `alert_at` is in percent of the limit or, for prepaid
-    credit, in picos left.
+    `subject_name`, `within_name`, `override_reason`, `would_refuse_count` and `alert_at` are empty
+    unless they were read. `would_refuse_count` counts admissions of this window that the quota
+    would have refused if it were enforced. With `for_new_keys` the quota limits nothing itself, but
+    is copied to each key created under its subject. `alert_at` is in percent of the limit or, for
+    prepaid credit, in picos left. A planned limit is one that a selector gives with the first
+    request.
     """
 
     rule: QuotaRule
@@ -455,6 +456,8 @@ class QuotaState(NamedTuple):
     would_refuse_count: int = 0
     for_new_keys: bool = False
     alert_at: tuple[int, ...] = ()
+    within_name: str = ""
+    is_planned: bool = False
 
     @property
     def quota_id(self) -> uuid.UUID:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from sqlalchemy import Select, and_, case, func, literal, or_, select, tuple_, union_all
+from sqlalchemy import Select, and_, case, func, literal, or_, select, true, tuple_, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
@@ -28,13 +28,12 @@ from metering.core.models import (
 from metering.quotas.quota_rules import (
     FOR_END_USERS,
     FOR_LABEL,
-    Payer,
     QuotaRule,
     QuotaState,
     Weights,
     window_start,
 )
-from metering.tenants.tenants import find_organization
+from metering.tenants.tenants import as_uuid, find_organization
 
 SUBJECT_ORDER = list(QuotaSubject)
 DIMENSION_ORDER = list(QuotaDimension)
@@ -59,7 +58,7 @@ async def list_quotas(
 ) -> list[QuotaState]:
     """List all limits, or those of one organization with its projects, keys and label values.
 
-    Those of end users, and those that selectors give, are left out: `usage_subject_quotas`.
+    Those of end users, and those that selectors give, are left out: `limits_of_member`.
     """
     query = select(Quota).where(Quota.selector_id.is_(None), Quota.subject != QuotaSubject.END_USER)
     if organization:
@@ -78,40 +77,63 @@ async def list_quotas(
     return await states(session, query)
 
 
-async def usage_subject_quotas(
-    session: AsyncSession, usage_subject_id: uuid.UUID
+async def find_quota(session: AsyncSession, quota_id: str) -> list[QuotaState]:
+    """Look up one limit by its id; the list is empty if there is none."""
+    key = as_uuid(quota_id)
+    return [] if key is None else await states(session, select(Quota).where(Quota.id == key))
+
+
+async def limits_of_member(
+    session: AsyncSession,
+    *,
+    organization: str,
+    end_user: str = "",
+    labels: Mapping[str, str] | None = None,
 ) -> list[QuotaState]:
-    """List the limits of an end user or label value, its own and those that selectors gave it."""
-    return await states(session, select(Quota).where(Quota.subject_id == usage_subject_id))
+    """List the limits of an end user or of labels in an organization and its projects.
+
+    Those that a selector would give with the first request are included. Raises: NotFound.
+    """
+    owner = (await find_organization(session, organization)).id
+    projects = await session.scalars(select(Project.id).where(Project.organization_id == owner))
+    found = await member_quotas_for(
+        session,
+        organization_id=owner,
+        scopes=[owner, *projects],
+        end_user=end_user,
+        labels=labels,
+    )
+    return sorted(found, key=sort_key)
 
 
 async def member_quotas_for(
     session: AsyncSession,
     *,
-    payer: Payer,
-    model: str,
+    organization_id: uuid.UUID,
+    scopes: Collection[uuid.UUID],
+    model: str | None = None,
     end_user: str = "",
     labels: Mapping[str, str] | None = None,
 ) -> list[QuotaState]:
     """List the limits on requests with this end user and these labels, beside those of the key.
 
-    A limit that a selector would give with the first request is included, without usage.
+    `scopes` are the organization and projects within which they count. A limit that a selector
+    would give with the first request is included, without usage.
     """
     names = [(FOR_LABEL + key, "label", key, value) for key, value in (labels or {}).items()]
     if end_user:
         names.append((FOR_END_USERS, "end_user", "", end_user))
     if not names:
         return []
-    scopes = (payer.organization_id, payer.project_id)
     identity = tuple_(UsageSubject.kind, UsageSubject.label_key, UsageSubject.name)
     rows = await session.scalars(
         select(UsageSubject).where(
-            UsageSubject.organization_id == payer.organization_id,
+            UsageSubject.organization_id == organization_id,
             identity.in_([name[1:] for name in names]),
         )
     )
     ids = {(row.kind, row.label_key, row.name): row.id for row in rows}
-    of_model = Quota.model.in_(("", model))
+    of_model = true() if model is None else Quota.model.in_(("", model))
     present = await states(
         session,
         select(Quota).where(
@@ -139,7 +161,9 @@ async def member_quotas_for(
             if (subject_id, state.rule.target) not in taken:
                 shown = f"{name[1]}={name[2]}" if name[1] else name[2]
                 rule = state.rule.of_subject(uuid.uuid4().int, subject_id, shown)
-                found.append(QuotaState(rule, 0, 0, state.now, shown))
+                # It counts within the subject of its selector.
+                state = state._replace(within_name=state.subject_name)
+                found.append(state._replace(rule=rule, subject_name=shown, is_planned=True))
     return found
 
 
@@ -319,6 +343,7 @@ def _state(
         held,
         now,
         subject_name=names.get(quota.subject_id, ""),
+        within_name=scope if quota.within_id else "",
         override_reason=(terms.override_reason or "") if rule.override_until else "",
         would_refuse_count=would_refuse_count,
         for_new_keys=quota.for_new_keys,

@@ -70,7 +70,12 @@ async def quote(
     states = [
         *await quotas_for(session, subject_ids=payer.subject_ids, model=model),
         *await member_quotas_for(
-            session, payer=payer, model=model, end_user=end_user, labels=labels
+            session,
+            organization_id=payer.organization_id,
+            scopes=(payer.organization_id, payer.project_id),
+            model=model,
+            end_user=end_user,
+            labels=labels,
         ),
     ]
     refusal = None

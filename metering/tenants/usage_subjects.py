@@ -27,6 +27,7 @@ END_USER, LABEL = "end_user", "label"  # kinds
 IDLE_MAX = timedelta(days=35)
 ARCHIVED_MAX = 10_000  # per transaction, a second or so
 LISTED_MAX = 1000
+LAST_CHAR = chr(0x10FFFF)  # sorts after all others
 # Key of the advisory lock on a new name, held by an administrator's transaction that creates it.
 NAME_LOCK = (
     "hashtextextended(concat_ws(chr(31), organization_id, kind, label_key, name), 1466263922)"
@@ -164,9 +165,8 @@ async def list_usage_subjects(
         UsageSubject.name > after,
     )
     if prefix:
-        query = query.where(
-            UsageSubject.name >= prefix, UsageSubject.name.startswith(prefix, autoescape=True)
-        )
+        # Names are sorted by their bytes: those of a prefix are a range of the index.
+        query = query.where(UsageSubject.name >= prefix, UsageSubject.name < prefix + LAST_CHAR)
     rows = await session.scalars(query.order_by(UsageSubject.name).limit(min(limit, LISTED_MAX)))
     return rows.all()
 

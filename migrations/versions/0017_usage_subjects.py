@@ -23,7 +23,7 @@ CREATE TABLE usage_subjects (
         CONSTRAINT fk_usage_subjects_organization_id_organizations REFERENCES organizations (id),
     kind text NOT NULL,
     label_key text DEFAULT '' NOT NULL,
-    name text,
+    name text COLLATE "C",  -- listed by its bytes, so that a prefix is a range of the index
     created_at timestamptz DEFAULT now() NOT NULL,
     last_used_on date DEFAULT (now() AT TIME ZONE 'UTC')::date NOT NULL,
     archived_at timestamptz,

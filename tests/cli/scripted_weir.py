@@ -99,6 +99,7 @@ KEY = admin_pb.ApiKey(
     organization_name="acme",
     project_name="web",
 )
+ALICE = admin_pb.EndUser(name="alice", create_time=NOON, last_use_day="2026-11-28")
 MODEL = pb.Model(
     name="demo",
     architecture="LlamaForCausalLM",
@@ -304,6 +305,8 @@ class ScriptedAccounts:
             admin_pb.OverrideQuotaResponse(quota=RAISED),
             admin_pb.DeleteQuotaResponse(deleted=True),
             admin_pb.ListQuotasResponse(quotas=[BUDGET, QUOTA]),
+            admin_pb.ListEndUsersResponse(end_users=[ALICE, admin_pb.EndUser(name="alina")]),
+            admin_pb.GetEndUserResponse(end_user=ALICE, quotas=[QUOTA]),
             admin_pb.SetPriceResponse(version=2, versions=[LISTED, OWN_BATCH]),
             prices_pb2.WithdrawPriceResponse(versions=[ENDED]),
             prices_pb2.ListPricesResponse(prices=PAID, versions=[LISTED, OWN_BATCH, ENDED]),

@@ -253,10 +253,12 @@ def test_every_parameter_with_a_known_name_completes(weir: Run) -> None:
     """The values come from the server, for options and for first arguments of every command."""
     expected = {
         "DIMENSION": "tokens-per-month",
+        "END_USER": "alice",
         "KEY": "weir_ab12cd",
         "MODEL": "demo",
         "ORG": "acme",
         "PROJECT": "web",
+        "SELECTOR": "end-user",
     }
     lines, values = [], []
     for path, command in tree().items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from weir.v1 import admin_service_pb2 as admin_pb
@@ -11,7 +12,8 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 from weir_cli.render import to_text
 from weir_cli.tenants import QUOTAS, limits
-from weir_client import QuotaDimension, QuotaStatus
+from weir_cli.texts import quota_owner, quota_remarks
+from weir_client import QuotaDimension, QuotaStatus, QuotaSubject
 
 from tests.cli.conftest import Run, ScriptedWeir
 from tests.cli.scripted_weir import QUOTA, QUOTE
@@ -44,6 +46,96 @@ def test_weights_watching_and_limits_for_new_keys_are_sent(weir: Run, server: Sc
             for_new_keys=True,
         ),
     ]
+
+
+def test_end_users_labels_and_selectors_are_sent(weir: Run, server: ScriptedWeir) -> None:
+    common = "quota set requests-per-minute 100"
+    for options in (
+        "--org acme --each end-user",
+        "--project acme/web --each label:team",
+        "--org acme --end-user alice",
+        "--project web --org acme --label team=search",
+    ):
+        assert weir(f"{common} {options}").exit_code == 0
+
+    sent = [
+        (each.subject_ref, each.for_each, each.end_user, each.label)
+        for each in server.accounts.requests
+        if isinstance(each, admin_pb.SetQuotaRequest)
+    ]
+    assert sent == [
+        ("acme", "end_user", "", ""),
+        ("acme/web", "label:team", "", ""),
+        ("acme", "", "alice", ""),
+        ("acme/web", "", "", "team=search"),
+    ]
+
+
+@pytest.mark.parametrize("selector", ["", "end_user", "label:", "label", "key", "label=team"])
+def test_a_wrong_selector_is_not_sent(weir: Run, server: ScriptedWeir, selector: str) -> None:
+    result = weir("quota", "set", "tokens-per-day", "1", "--org", "acme", "--each", selector)
+
+    if selector:
+        assert (result.exit_code, server.accounts.requests) == (2, [])
+        assert "label:team" in result.stderr
+    else:
+        assert server.accounts.requests[-1].for_each == ""
+
+
+def test_the_limits_of_one_end_user_or_label_are_requested(weir: Run, server: ScriptedWeir) -> None:
+    assert weir("quota list --org acme --end-user alice").exit_code == 0
+    assert weir("quota list --org acme --label team=search").exit_code == 0
+    assert weir("quota list --org acme --label a=b --end-user alice").exit_code == 2
+    assert weir("quota show --end-user alice --label team=search --label a=b=c").exit_code == 0
+    assert weir("quota show --label team").exit_code == 2
+
+    assert server.accounts.requests == [
+        admin_pb.ListQuotasRequest(organization="acme", end_user="alice"),
+        admin_pb.ListQuotasRequest(organization="acme", label="team=search"),
+    ]
+    requested = [each for each in server.inference.requests if isinstance(each, pb.GetQuotaRequest)]
+    labels = {"team": "search", "a": "b=c"}
+    assert requested[0] == pb.GetQuotaRequest(end_user="alice", labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("fields", "owner", "remarks"),
+    [
+        ({"for_each": "end_user"}, "each end user of organization acme", ""),
+        ({"for_each": "label:team"}, "each label team of organization acme", ""),
+        (
+            {"subject": QuotaSubject.END_USER, "within_name": "acme/web", "selector_id": "s"},
+            "end user acme of acme/web",
+            " (by selector)",
+        ),
+    ],
+)
+def test_a_table_says_whom_a_limit_concerns(
+    fields: dict[str, Any], owner: str, remarks: str
+) -> None:
+    given: dict[str, Any] = {"subject": QuotaSubject.ORGANIZATION, "subject_name": "acme"}
+    status = QuotaStatus(quota_id="q", **given | fields)
+
+    assert (quota_owner(status), quota_remarks(status)) == (owner, remarks)
+
+
+@pytest.mark.usefixtures("wide_terminal")
+def test_end_users_are_listed_and_shown(weir: Run, server: ScriptedWeir) -> None:
+    listed = weir("end-user list --org acme --prefix al --limit 1")
+    shown = weir("end-user show alice --org acme")
+    as_json = json.loads(weir("end-user show alice --org acme --json").stdout)
+
+    assert (listed.exit_code, shown.exit_code) == (0, 0)
+    assert server.accounts.requests[:2] == [
+        admin_pb.ListEndUsersRequest(organization="acme", prefix="al", page_size=2),
+        admin_pb.GetEndUserRequest(organization="acme", end_user="alice"),
+    ]
+    assert "alice" in listed.stdout
+    assert "alina" not in listed.stdout
+    assert "--limit" in listed.stderr
+    assert "2026-11-28" in shown.stdout
+    assert "tokens-per-minute" in shown.stdout
+    assert as_json["end_user"]["name"] == "alice"
 
 
 @pytest.mark.usefixtures("wide_terminal")

@@ -78,6 +78,8 @@ COMMON = {
     "models": MODEL,
     "allowed_networks": "192.0.2.0/24",
     "text": "x",
+    "prefix": "",
+    "for_each": "",
 }
 
 
@@ -123,7 +125,7 @@ async def victim(service: Service) -> Victim:
         used = Consumed(1_000_003, 1_000, 10_007, "stop", PAST)
         await add_usage(session, customer, price, [used])
     async with service.stream(tenant.secret) as stream:
-        request_id = await stream.begin(labels={"team": label})
+        request_id = await stream.begin(labels={"team": label}, end_user=f"user-{label}")
         await stream.finished(request_id)
     (_, admin), (_, other) = [await service.new_key(tenant, "admin") for _ in range(2)]
     async with service.channel() as channel:
@@ -169,6 +171,8 @@ async def victim(service: Service) -> Victim:
         "subject_ref": tenant.name,
         "subject": tenant.key.prefix,
         "actor": tenant.key.prefix,
+        "end_user": f"user-{label}",
+        "label": f"team={label}",
     }
     ids = (tenant.organization_id, tenant.project_id, tenant.key.id, quota["id"])
     marks = {*things.values(), label, *map(str, ids)} - {things["project"]}

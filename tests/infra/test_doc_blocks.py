@@ -225,6 +225,10 @@ PREPARED = {
           ON organizations.id = organization_id WHERE name = 'acme'"; }
         """,
     ),
+    "docs/how-to/end-users.md": Page(
+        setup=WITH_ENVIRONMENT
+        + "export WEIR_API_KEY=$(weir key create app --org acme --project search)\n",
+    ),
     "docs/how-to/scale-out.md": Page({"chat": "demo", "node-1": socket.gethostname()}),
     "docs/how-to/stripe.md": Page(
         setup="""

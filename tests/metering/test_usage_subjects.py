@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from metering.core.errors import EndUsersExhausted, InvalidValue, NotFound, WriteConflict
-from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
+from metering.core.models import Quota, QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.holds import hold_cache
 from metering.holds.bindings import Bind
 from metering.holds.hold_connection import HoldConnection
@@ -26,7 +27,7 @@ from metering.quotas.quota_states import (
     member_quotas_for,
     narrowed_by,
     quotas_for,
-    usage_subject_quotas,
+    states,
 )
 from metering.quotas.quotas import QuotaExceeded
 from metering.quotas.quoting import quote
@@ -74,7 +75,11 @@ async def end_user_limits(sessions: Sessions, payer: Payer, name: str) -> list[Q
     """Return the limits of an end user."""
     async with sessions() as session:
         found = await find_usage_subject(session, payer.organization_id, "end_user", "", name)
-        return [] if found is None else await usage_subject_quotas(session, found.id)
+        return (
+            []
+            if found is None
+            else await states(session, select(Quota).where(Quota.subject_id == found.id))
+        )
 
 
 def connection(world: HoldWorld, **values: Any) -> HoldConnection:
@@ -509,16 +514,21 @@ async def test_a_limit_is_narrowed_by_those_that_count_all_its_requests(
     async with sessions() as session:
         found = await narrowed_by(session, own)
         labels = {"team": "search"}
-        states = [
+        found_states = [
             *await quotas_for(session, subject_ids=payer.subject_ids, model=MODEL),
             *await member_quotas_for(
-                session, payer=payer, model=MODEL, end_user="alice", labels=labels
+                session,
+                organization_id=payer.organization_id,
+                scopes=(payer.organization_id, payer.project_id),
+                model=MODEL,
+                end_user="alice",
+                labels=labels,
             ),
         ]
     assert found == (project if on_project else organization).quota_id
-    assert [each.narrowed_by for each in effective(states) if each.state.limit_value == 100] == [
-        found
-    ]
+    assert [
+        each.narrowed_by for each in effective(found_states) if each.state.limit_value == 100
+    ] == [found]
 
 
 FAULTS = faults("""

@@ -33,6 +33,7 @@ from weir_client import (
     Money,
     NotFound,
     QuotaDimension,
+    QuotaStatus,
     QuotaSubject,
     TokenKind,
     Unavailable,
@@ -83,7 +84,7 @@ async def test_models_quotas_counts_and_generations() -> None:
         models = await client.list_models()
         count = await client.count_tokens("demo", "How long is this?")
         raw = await client.count_tokens("demo", text="")
-        quotas = await client.get_quota("demo")
+        quotas = await client.get_quota("demo", end_user="alice", labels={"team": "search"})
         settled = await client.get_generation("r")
         with pytest.raises(InvalidRequest):
             await client.count_tokens("demo")
@@ -93,6 +94,10 @@ async def test_models_quotas_counts_and_generations() -> None:
     assert models[0].price.output_picos_per_token == 600_000
     assert models[1].price is None
     assert (count.input_token_count, raw.context_window_tokens) == (12, 2048)
+    requested = next(each for each in server.requests if isinstance(each, pb.GetQuotaRequest))
+    assert requested == pb.GetQuotaRequest(
+        model="demo", end_user="alice", labels={"team": "search"}
+    )
     assert quotas[0].subject is QuotaSubject.API_KEY
     assert quotas[0].dimension == "concurrent-requests"
     assert quotas[0].reset_time is None
@@ -130,6 +135,7 @@ class Recorder:
         self.replies = {type(reply).__name__: reply for reply in replies}
         self.requests: list[Message] = []
         self.refusals: list[Any] = []
+        self.first: dict[str, Message] = {}  # the reply to the first call of a method
 
     def __getattr__(self, method: str) -> Any:
         async def answer(request: Message, context: Any) -> Message:
@@ -145,7 +151,9 @@ class Recorder:
                 replicas_pb2,
             )
             [module] = [each for each in modules if hasattr(each, f"{method}Response")]
-            reply = self.replies.get(f"{method}Response", getattr(module, f"{method}Response")())
+            reply = self.first.pop(method, None) or self.replies.get(
+                f"{method}Response", getattr(module, f"{method}Response")()
+            )
             assert isinstance(reply, Message)
             return reply
 
@@ -236,6 +244,54 @@ async def test_admins_manage_organizations_keys_quotas_and_prices() -> None:
         limit_value=5 * 10**12,
     )
     assert sent["SetPriceRequest"].effective_time == NOON  # type: ignore[attr-defined]
+
+
+async def test_end_users_are_listed_page_by_page_and_limited() -> None:
+    recorder = Recorder(
+        admin_pb.ListEndUsersResponse(end_users=[admin_pb.EndUser(name="bob")]),
+        admin_pb.ListQuotasResponse(quotas=[types_pb2.QuotaStatus(quota_id="q1")]),
+        admin_pb.SetQuotaResponse(quota=types_pb2.QuotaStatus(for_each="end_user")),
+    )
+    first = admin_pb.ListEndUsersResponse(
+        end_users=[admin_pb.EndUser(name="alice", archived=True)], next_page_token="next"
+    )
+    recorder.first["ListEndUsers"] = first
+    inference = ScriptedInference(scripted.answer)
+    async with (
+        scripted.serve(inference, recorder.add) as address,
+        AsyncAdminClient(address, "key") as admin,
+    ):
+        found = [each async for each in admin.list_end_users("acme", prefix="b", page_size=1)]
+        await admin.list_quotas("acme", end_user="alice")
+        await admin.list_quotas("acme", label="team=search")
+        await admin.list_quotas(quota_id="q1")
+        selector = await admin.set_quota(
+            QuotaSubject.ORGANIZATION,
+            "acme",
+            QuotaDimension.TOKENS_PER_DAY,
+            9,
+            for_each="end_user",
+        )
+
+    assert [(each.name, each.archived) for each in found] == [("alice", True), ("bob", False)]
+    requested: dict[str, Any] = {"organization": "acme", "prefix": "b", "page_size": 1}
+    assert recorder.requests[:5] == [
+        admin_pb.ListEndUsersRequest(**requested),
+        admin_pb.ListEndUsersRequest(**requested, page_token="next"),
+        admin_pb.ListQuotasRequest(organization="acme", end_user="alice"),
+        admin_pb.ListQuotasRequest(organization="acme", label="team=search"),
+        admin_pb.ListQuotasRequest(quota_id="q1"),
+    ]
+    assert selector.for_each == "end_user"
+
+
+def test_the_text_of_a_limit_names_the_end_user() -> None:
+    status = QuotaStatus(
+        subject=QuotaSubject.END_USER,
+        dimension=QuotaDimension.TOKENS_PER_DAY,
+        subject_name="alice",
+    )
+    assert str(status) == "tokens per day of the end user alice"
 
 
 async def test_creations_are_retried_under_the_id_of_the_first_attempt() -> None:

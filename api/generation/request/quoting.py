@@ -166,6 +166,8 @@ async def quote(
             first_slice_token_count=first,
             least_slice_token_count=least,
             tier=start.tier,
+            end_user=start.end_user,
+            labels=start.labels,
         )
     cached = route.engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
     return response(found, input_count, cached, output_count_max)
@@ -235,5 +237,7 @@ async def quote_embed(
             least_slice_token_count=0,
             tier=start.tier,
             embedding=True,
+            end_user=start.end_user,
+            labels=start.labels,
         )
     return response(found, sent, 0, 0)

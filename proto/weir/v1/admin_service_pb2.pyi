@@ -906,6 +906,9 @@ class SetQuotaRequest(_message.Message):
     CACHED_INPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
     OUTPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
     ALERT_AT_FIELD_NUMBER: _builtins.int
+    FOR_EACH_FIELD_NUMBER: _builtins.int
+    END_USER_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
     subject: _types_pb2.QuotaSubject.ValueType
     """Kind of the object that the limit applies to; `subject_ref` names it."""
     subject_ref: _builtins.str
@@ -939,6 +942,21 @@ class SetQuotaRequest(_message.Message):
     """
     output_weight_milli: _builtins.int
     """Thousandths that an output token counts."""
+    for_each: _builtins.str
+    """The limit is a selector, "end_user" or "label:KEY": each end user, or each value of this label,
+    within the organization or project gets a limit with these terms, from its first request on.
+    Part of the limit's identity. INVALID_ARGUMENT for a key, or with `for_new_keys`, `end_user` or
+    `label`.
+    """
+    end_user: _builtins.str
+    """Limits this end user within the organization or project, known or not. This limit replaces the
+    one of a selector and keeps its usage. Part of the limit's identity. Bad names, a key as
+    subject, or another of these fields: INVALID_ARGUMENT.
+    """
+    label: _builtins.str
+    """Limits the requests with this label, "KEY=VALUE", within the organization or project. Like
+    `end_user` in all else.
+    """
     @_builtins.property
     def alert_at(self) -> _types_pb2.AlertThresholds:
         """Percentages that trigger an alert. Unset: unchanged; for a new limit on tokens or money per day
@@ -960,10 +978,13 @@ class SetQuotaRequest(_message.Message):
         cached_input_weight_milli: _builtins.int | None = ...,
         output_weight_milli: _builtins.int | None = ...,
         alert_at: _types_pb2.AlertThresholds | None = ...,
+        for_each: _builtins.str = ...,
+        end_user: _builtins.str = ...,
+        label: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "enforced", b"enforced", "input_weight_milli", b"input_weight_milli", "output_weight_milli", b"output_weight_milli"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_new_keys", b"for_new_keys", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "output_weight_milli", b"output_weight_milli", "subject", b"subject", "subject_ref", b"subject_ref"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "end_user", b"end_user", "enforced", b"enforced", "for_each", b"for_each", "for_new_keys", b"for_new_keys", "input_weight_milli", b"input_weight_milli", "label", b"label", "limit_value", b"limit_value", "model", b"model", "output_weight_milli", b"output_weight_milli", "subject", b"subject", "subject_ref", b"subject_ref"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_input_weight_milli: _TypeAlias = _typing.Literal["cached_input_weight_milli"]  # noqa: Y015
     _WhichOneofArgType__cached_input_weight_milli: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli"]  # noqa: Y015
@@ -1019,7 +1040,9 @@ class OverrideQuotaRequest(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     quota_id: _builtins.str
-    """Id of the limit. Unknown: NOT_FOUND."""
+    """Id of the limit. Unknown: NOT_FOUND. INVALID_ARGUMENT for one that a selector gives: override
+    the selector, or set a limit of this end user or label.
+    """
     limit_value: _builtins.int
     """The temporary limit, above the regular one: INVALID_ARGUMENT otherwise."""
     reason: _builtins.str
@@ -1079,7 +1102,9 @@ class DeleteQuotaRequest(_message.Message):
     QUOTA_ID_FIELD_NUMBER: _builtins.int
     ALLOW_MISSING_FIELD_NUMBER: _builtins.int
     quota_id: _builtins.str
-    """Id of the limit, as SetQuota and ListQuotas return it."""
+    """Id of the limit, as SetQuota and ListQuotas return it. An end user or label then has the limit
+    of its selector again, if there is one. INVALID_ARGUMENT for a limit that a selector gives.
+    """
     allow_missing: _builtins.bool
     """Succeeds instead of NOT_FOUND if the limit does not exist."""
     def __init__(
@@ -1127,6 +1152,9 @@ class ListQuotasRequest(_message.Message):
     ORGANIZATION_FIELD_NUMBER: _builtins.int
     API_KEY_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    END_USER_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    QUOTA_ID_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of an organization: its limits and those of its projects and keys. Empty: all."""
     api_key: _builtins.str
@@ -1135,16 +1163,29 @@ class ListQuotasRequest(_message.Message):
     """
     model: _builtins.str
     """With `api_key`: only limits that apply to this model. Empty: all."""
+    end_user: _builtins.str
+    """With `organization`: only the limits of this end user, even those that selectors give it.
+    Without it, limits of end users, and those that selectors give, are left out.
+    """
+    label: _builtins.str
+    """With `organization`: only the limits of this label, "KEY=VALUE", even those that selectors give
+    it. INVALID_ARGUMENT together with `end_user`.
+    """
+    quota_id: _builtins.str
+    """Only the limit with this id, of whomever it is. Without any other field."""
     def __init__(
         self,
         *,
         organization: _builtins.str = ...,
         api_key: _builtins.str = ...,
         model: _builtins.str = ...,
+        end_user: _builtins.str = ...,
+        label: _builtins.str = ...,
+        quota_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "model", b"model", "organization", b"organization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "end_user", b"end_user", "label", b"label", "model", b"model", "organization", b"organization", "quota_id", b"quota_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1405,3 +1446,165 @@ class AuditEntry(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AuditEntry: _TypeAlias = AuditEntry  # noqa: Y015
+
+@_typing.final
+class EndUser(_message.Message):
+    """One user of a customer, as requests name it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    END_USER_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    LAST_USE_DAY_FIELD_NUMBER: _builtins.int
+    ARCHIVED_FIELD_NUMBER: _builtins.int
+    end_user_id: _builtins.str
+    """Server-generated UUID."""
+    name: _builtins.str
+    """The name that requests give it."""
+    last_use_day: _builtins.str
+    """Day of its latest request, UTC, such as "2026-11-28"; of `create_time` if there was none."""
+    archived: _builtins.bool
+    """True if it had no request for some weeks. It then does not count towards the maximum of the
+    organization; its next request changes this.
+    """
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """Time of its first request, or of its first limit if that came before."""
+
+    def __init__(
+        self,
+        *,
+        end_user_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        last_use_day: _builtins.str = ...,
+        archived: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archived", b"archived", "create_time", b"create_time", "end_user_id", b"end_user_id", "last_use_day", b"last_use_day", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndUser: _TypeAlias = EndUser  # noqa: Y015
+
+@_typing.final
+class ListEndUsersRequest(_message.Message):
+    """Requests a page of end users."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of the organization. Unknown: NOT_FOUND."""
+    prefix: _builtins.str
+    """Only names that begin with this. Empty: all."""
+    page_size: _builtins.int
+    """Maximum number of end users, 1 to 1000. 0: 100."""
+    page_token: _builtins.str
+    """`next_page_token` of the previous response. Empty: the first page."""
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+        prefix: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization", "page_size", b"page_size", "page_token", b"page_token", "prefix", b"prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEndUsersRequest: _TypeAlias = ListEndUsersRequest  # noqa: Y015
+
+@_typing.final
+class ListEndUsersResponse(_message.Message):
+    """A page of end users."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    END_USERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """`page_token` of the next page. Empty on the last page."""
+    @_builtins.property
+    def end_users(self) -> _containers.RepeatedCompositeFieldContainer[Global___EndUser]:
+        """Sorted by the bytes of their names."""
+
+    def __init__(
+        self,
+        *,
+        end_users: _abc.Iterable[Global___EndUser] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_users", b"end_users", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEndUsersResponse: _TypeAlias = ListEndUsersResponse  # noqa: Y015
+
+@_typing.final
+class GetEndUserRequest(_message.Message):
+    """Requests one end user."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    END_USER_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of the organization. Unknown: NOT_FOUND."""
+    end_user: _builtins.str
+    """Name of the end user. Unknown: NOT_FOUND."""
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+        end_user: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_user", b"end_user", "organization", b"organization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetEndUserRequest: _TypeAlias = GetEndUserRequest  # noqa: Y015
+
+@_typing.final
+class GetEndUserResponse(_message.Message):
+    """One end user."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    END_USER_FIELD_NUMBER: _builtins.int
+    QUOTAS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def end_user(self) -> Global___EndUser:
+        """The end user."""
+
+    @_builtins.property
+    def quotas(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.QuotaStatus]:
+        """Its limits within the organization and its projects with their remainders: its own, and those
+        that selectors give it. Without its requests, those of the first request to come.
+        """
+
+    def __init__(
+        self,
+        *,
+        end_user: Global___EndUser | None = ...,
+        quotas: _abc.Iterable[_types_pb2.QuotaStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_user", b"end_user"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_user", b"end_user", "quotas", b"quotas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetEndUserResponse: _TypeAlias = GetEndUserResponse  # noqa: Y015

@@ -219,7 +219,9 @@ Global___ApiKeyConfiguration: _TypeAlias = ApiKeyConfiguration  # noqa: Y015
 
 @_typing.final
 class QuotaConfiguration(_message.Message):
-    """One limit of the enclosing subject, identified by dimension, model and `for_new_keys`."""
+    """One limit of the enclosing subject, identified by dimension, model, `for_new_keys`, `for_each`,
+    `end_user` and `label`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -235,6 +237,9 @@ class QuotaConfiguration(_message.Message):
     OVERRIDE_END_TIME_FIELD_NUMBER: _builtins.int
     OVERRIDE_REASON_FIELD_NUMBER: _builtins.int
     ALERT_AT_FIELD_NUMBER: _builtins.int
+    FOR_EACH_FIELD_NUMBER: _builtins.int
+    END_USER_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
     dimension: _types_pb2.QuotaDimension.ValueType
     """Measure and window."""
     model: _builtins.str
@@ -259,6 +264,14 @@ class QuotaConfiguration(_message.Message):
     """
     override_reason: _builtins.str
     """Reason of the override, 1 to 500 characters."""
+    for_each: _builtins.str
+    """See `SetQuotaRequest.for_each`. Part of the limit's identity."""
+    end_user: _builtins.str
+    """See `SetQuotaRequest.end_user`. Part of the limit's identity. Exports leave out the limits of
+    single end users, and no configuration removes them.
+    """
+    label: _builtins.str
+    """See `SetQuotaRequest.label`. Part of the limit's identity."""
     @_builtins.property
     def override_end_time(self) -> _timestamp_pb2.Timestamp:
         """End of the override. Required with `override_limit_value`, invalid without it."""
@@ -284,10 +297,13 @@ class QuotaConfiguration(_message.Message):
         override_end_time: _timestamp_pb2.Timestamp | None = ...,
         override_reason: _builtins.str = ...,
         alert_at: _types_pb2.AlertThresholds | None = ...,
+        for_each: _builtins.str = ...,
+        end_user: _builtins.str = ...,
+        label: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "_override_limit_value", b"_override_limit_value", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "enforced", b"enforced", "input_weight_milli", b"input_weight_milli", "output_weight_milli", b"output_weight_milli", "override_end_time", b"override_end_time", "override_limit_value", b"override_limit_value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "_override_limit_value", b"_override_limit_value", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_new_keys", b"for_new_keys", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "output_weight_milli", b"output_weight_milli", "override_end_time", b"override_end_time", "override_limit_value", b"override_limit_value", "override_reason", b"override_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "_override_limit_value", b"_override_limit_value", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "end_user", b"end_user", "enforced", b"enforced", "for_each", b"for_each", "for_new_keys", b"for_new_keys", "input_weight_milli", b"input_weight_milli", "label", b"label", "limit_value", b"limit_value", "model", b"model", "output_weight_milli", b"output_weight_milli", "override_end_time", b"override_end_time", "override_limit_value", b"override_limit_value", "override_reason", b"override_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_input_weight_milli: _TypeAlias = _typing.Literal["cached_input_weight_milli"]  # noqa: Y015
     _WhichOneofArgType__cached_input_weight_milli: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli"]  # noqa: Y015
@@ -441,7 +457,7 @@ class ConfigurationChange(_message.Message):
     """Secret of a new key, returned only when it is created."""
     @_builtins.property
     def quota(self) -> Global___QuotaConfiguration:
-        """Identity of a quota: dimension, model and `for_new_keys`."""
+        """Identity of a quota: dimension, model, `for_new_keys`, `for_each`, `end_user` and `label`."""
 
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___FieldChange]:

@@ -385,12 +385,18 @@ class QuotaStatus(_message.Message):
     NARROWED_BY_QUOTA_ID_FIELD_NUMBER: _builtins.int
     FOR_NEW_KEYS_FIELD_NUMBER: _builtins.int
     ALERT_AT_FIELD_NUMBER: _builtins.int
+    FOR_EACH_FIELD_NUMBER: _builtins.int
+    WITHIN_ID_FIELD_NUMBER: _builtins.int
+    WITHIN_NAME_FIELD_NUMBER: _builtins.int
+    SELECTOR_ID_FIELD_NUMBER: _builtins.int
     quota_id: _builtins.str
-    """Server-generated UUID of the quota."""
+    """Server-generated UUID of the quota. Empty for a limit that a selector gives with the first
+    request.
+    """
     subject: Global___QuotaSubject.ValueType
     """Owner of the limit."""
     subject_id: _builtins.str
-    """UUID of the organization, project or key."""
+    """UUID of the organization, project, key, end user or value of a label."""
     model: _builtins.str
     """Limited model; empty: all models together."""
     dimension: Global___QuotaDimension.ValueType
@@ -406,8 +412,8 @@ class QuotaStatus(_message.Message):
     lowered below the usage.
     """
     subject_name: _builtins.str
-    """Display name: "organization", "organization/project" or a key's prefix. Empty in `admitted` and
-    `finished` frames.
+    """Display name: "organization", "organization/project", a key's prefix, the name of an end user,
+    or "key=value" of a label. In `admitted` and `finished` frames of end users and labels only.
     """
     enforced: _builtins.bool
     """False: shadow mode, counts and reports without refusing."""
@@ -440,6 +446,20 @@ class QuotaStatus(_message.Message):
     """The limit is a default: each key created under its subject from then on gets a copy, and
     nothing else is limited.
     """
+    for_each: _builtins.str
+    """The limit is a selector: it limits nothing itself, and gives a limit to each end user
+    ("end_user"), or to each value of a label ("label:team"), within its subject. Otherwise empty.
+    """
+    within_id: _builtins.str
+    """UUID of the organization or project within which the limit of an end user or label counts.
+    Empty for other subjects.
+    """
+    within_name: _builtins.str
+    """Display name of that: "organization" or "organization/project". Empty in `admitted` and
+    `finished` frames.
+    """
+    selector_id: _builtins.str
+    """UUID of the selector that gives this limit its terms. Empty if it has terms of its own."""
     @_builtins.property
     def reset_time(self) -> _timestamp_pb2.Timestamp:
         """Time when the window ends and `used_value` resets to zero. Unset for concurrency."""
@@ -485,10 +505,14 @@ class QuotaStatus(_message.Message):
         narrowed_by_quota_id: _builtins.str = ...,
         for_new_keys: _builtins.bool = ...,
         alert_at: _abc.Iterable[_builtins.int] | None = ...,
+        for_each: _builtins.str = ...,
+        within_id: _builtins.str = ...,
+        within_name: _builtins.str = ...,
+        selector_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["override_end_time", b"override_end_time", "reset_delay", b"reset_delay", "reset_time", b"reset_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alert_at", b"alert_at", "base_limit_value", b"base_limit_value", "binding", b"binding", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_new_keys", b"for_new_keys", "held_value", b"held_value", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "narrowed_by_quota_id", b"narrowed_by_quota_id", "output_weight_milli", b"output_weight_milli", "override_end_time", b"override_end_time", "override_reason", b"override_reason", "quota_id", b"quota_id", "remaining_value", b"remaining_value", "reset_delay", b"reset_delay", "reset_time", b"reset_time", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "used_value", b"used_value", "would_refuse_count", b"would_refuse_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alert_at", b"alert_at", "base_limit_value", b"base_limit_value", "binding", b"binding", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_each", b"for_each", "for_new_keys", b"for_new_keys", "held_value", b"held_value", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "narrowed_by_quota_id", b"narrowed_by_quota_id", "output_weight_milli", b"output_weight_milli", "override_end_time", b"override_end_time", "override_reason", b"override_reason", "quota_id", b"quota_id", "remaining_value", b"remaining_value", "reset_delay", b"reset_delay", "reset_time", b"reset_time", "selector_id", b"selector_id", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "used_value", b"used_value", "within_id", b"within_id", "within_name", b"within_name", "would_refuse_count", b"would_refuse_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ import { PlanConfigurationSchema, SimulatePricesRequestSchema } from "./gen/weir
 import { AdminCalls } from "./generated_calls.js";
 import type {
   AuditEntry,
+  EndUser,
   Plan,
   PlanAssignment,
   QuotaStatus,
@@ -73,10 +74,25 @@ export class AdminClient extends AdminCalls {
     return response.deleted || !allowMissing;
   }
 
-  /** Returns the limits of one organization, its projects and keys, or all, with remainders. */
-  async listQuotas(organization = "", options: CallOptionsOf = {}): Promise<QuotaStatus[]> {
+  /**
+   * Returns the limits of one organization, its projects and keys, or all, with remainders.
+   *
+   * @param options.endUser returns the limits of this end user of the organization instead.
+   * @param options.label returns the limits of this label, "KEY=VALUE", instead.
+   * @param options.quotaId returns the limit with this id only.
+   */
+  async listQuotas(
+    organization = "",
+    options: CallOptionsOf & {
+      readonly endUser?: string;
+      readonly label?: string;
+      readonly quotaId?: string;
+    } = {},
+  ): Promise<QuotaStatus[]> {
+    const { endUser = "", label = "", quotaId = "" } = options;
     const { listQuotas } = AdminService.method;
-    const response = await this.connection.call(listQuotas, { organization }, options);
+    const init = { organization, endUser, label, quotaId };
+    const response = await this.connection.call(listQuotas, init, options);
     return response.quotas.map((each) => wire.quotaStatus(each));
   }
 
@@ -93,6 +109,26 @@ export class AdminClient extends AdminCalls {
     const { listQuotas } = AdminService.method;
     const response = await this.connection.call(listQuotas, { apiKey, model }, options);
     return response.quotas.map((each) => wire.quotaStatus(each));
+  }
+
+  /**
+   * Yields the end users of an organization, by name.
+   *
+   * @param options.prefix selects names that begin with it.
+   */
+  async *listEndUsers(
+    organization: string,
+    options: CallOptionsOf & { readonly prefix?: string; readonly pageSize?: number } = {},
+  ): AsyncGenerator<EndUser, void, void> {
+    const { prefix = "", pageSize = 100 } = options;
+    const { listEndUsers } = AdminService.method;
+    let pageToken = "";
+    do {
+      const init = { organization, prefix, pageSize, pageToken };
+      const page = await this.connection.call(listEndUsers, init, options);
+      for (const each of page.endUsers) yield wire.endUser(each);
+      pageToken = page.nextPageToken;
+    } while (pageToken !== "");
   }
 
   /** Yields entries of the audit log, newest first. */

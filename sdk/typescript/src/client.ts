@@ -194,11 +194,27 @@ export class WeirClient implements AsyncDisposable {
     );
   }
 
-  /** Returns every limit that applies to the key, optionally for one model. Empty: unlimited. */
-  async getQuota(model = "", call: CallOptionsOf = {}): Promise<QuotaStatus[]> {
-    return (
-      await this.connection.call(InferenceService.method.getQuota, { model }, call)
-    ).quotas.map(wire.quotaStatus);
+  /**
+   * Returns every limit that applies to the key, optionally for one model. Empty: unlimited.
+   *
+   * @param call.endUser also returns the limits of this end user. Default: the client's.
+   * @param call.labels also returns the limits of these labels, added to the client's.
+   */
+  async getQuota(
+    model = "",
+    call: CallOptionsOf & {
+      readonly endUser?: string | undefined;
+      readonly labels?: Readonly<Record<string, string>> | undefined;
+    } = {},
+  ): Promise<QuotaStatus[]> {
+    const { settings } = this.connection;
+    const init = {
+      model,
+      endUser: call.endUser ?? settings.endUser ?? "",
+      labels: { ...settings.labels, ...call.labels },
+    };
+    const response = await this.connection.call(InferenceService.method.getQuota, init, call);
+    return response.quotas.map(wire.quotaStatus);
   }
 
   /** Returns the key's scopes, models, tokens per request, networks and expiry. */

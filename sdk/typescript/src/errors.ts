@@ -45,6 +45,8 @@ export interface ExceededQuota {
   readonly resetTime: Date | undefined;
   /** False: the request is larger than the limit, so waiting does not help. */
   readonly retryHelps: boolean;
+  /** Name of the end user, or `KEY=VALUE` of the label. Empty for other subjects. */
+  readonly subjectName: string;
 }
 
 /** Decoded details of a `google.rpc.Status`. */

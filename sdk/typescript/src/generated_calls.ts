@@ -39,6 +39,7 @@ import {
   type CreditGrant,
   type DocumentFormat,
   type DrainedReplica,
+  type EndUserLimits,
   type KilledRequest,
   type LiveView,
   type Month,
@@ -214,6 +215,24 @@ export interface SetQuotaOptions extends CallOptionsOf {
    * concurrency.
    */
   readonly alertAt?: readonly number[] | undefined;
+  /**
+   * The limit is a selector, "end_user" or "label:KEY": each end user, or each value of this label,
+   * within the organization or project gets a limit with these terms, from its first request on.
+   * Part of the limit's identity. InvalidRequest for a key, or with `for_new_keys`, `end_user` or
+   * `label`.
+   */
+  readonly forEach?: string | undefined;
+  /**
+   * Limits this end user within the organization or project, known or not. This limit replaces the
+   * one of a selector and keeps its usage. Part of the limit's identity. Bad names, a key as
+   * subject, or another of these fields: InvalidRequest.
+   */
+  readonly endUser?: string | undefined;
+  /**
+   * Limits the requests with this label, "KEY=VALUE", within the organization or project. Like
+   * `end_user` in all else.
+   */
+  readonly label?: string | undefined;
 }
 
 /** Options of `setPrice`. */
@@ -683,6 +702,9 @@ export class AdminCalls extends UnaryClient {
       cachedInputWeightMilli: whole("cachedInputWeightMilli", options.cachedInputWeightMilli),
       outputWeightMilli: whole("outputWeightMilli", options.outputWeightMilli),
       alertAt: options.alertAt && { values: options.alertAt.map(BigInt) },
+      forEach: options.forEach,
+      endUser: options.endUser,
+      label: options.label,
     });
     const method = AdminService.method.setQuota;
     const response = await this.connection.call(method, init, options);
@@ -692,7 +714,8 @@ export class AdminCalls extends UnaryClient {
   /**
    * Overrides a limit with a higher one until a time, or ends the override. Idempotent.
    *
-   * @param quotaId Id of the limit. Unknown: NotFound.
+   * @param quotaId Id of the limit. Unknown: NotFound. InvalidRequest for one that a selector
+   * gives: override the selector, or set a limit of this end user or label.
    * @param limitValue The temporary limit, above the regular one: InvalidRequest otherwise.
    * @param expireTime End of the override, within 366 days, by the database's clock. Unset: ends
    * the present override.
@@ -714,6 +737,26 @@ export class AdminCalls extends UnaryClient {
     const method = AdminService.method.overrideQuota;
     const response = await this.connection.call(method, init, options);
     return wire.quotaStatus(response.quota);
+  }
+
+  /**
+   * Returns one end user with its limits.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param endUser Name of the end user. Unknown: NotFound.
+   */
+  async getEndUser(
+    organization: string,
+    endUser: string,
+    options: CallOptionsOf = {},
+  ): Promise<EndUserLimits> {
+    const init = defined({
+      organization: organization,
+      endUser: endUser,
+    });
+    const method = AdminService.method.getEndUser;
+    const response = await this.connection.call(method, init, options);
+    return wire.endUserLimits(response);
   }
 
   /**

@@ -149,6 +149,23 @@ export interface AuditEntry {
   readonly afterJson: string;
 }
 
+/** One user of a customer, as requests name it. */
+export interface EndUser {
+  /** Server-generated UUID. */
+  readonly endUserId: string;
+  /** The name that requests give it. */
+  readonly name: string;
+  /** Time of its first request, or of its first limit if that came before. */
+  readonly createTime: Date | undefined;
+  /** Day of its latest request, UTC, such as "2026-11-28"; of `create_time` if there was none. */
+  readonly lastUseDay: string;
+  /**
+   * True if it had no request for some weeks. It then does not count towards the maximum of the
+   * organization; its next request changes this.
+   */
+  readonly archived: boolean;
+}
+
 /** Reason why an admitted request ended. UNSPECIFIED: newer than this client. */
 export type FinishReason =
   | "UNSPECIFIED"
@@ -689,11 +706,14 @@ export type Stage =
 
 /** One limit with its current remainder. */
 export interface QuotaStatus {
-  /** Server-generated UUID of the quota. */
+  /**
+   * Server-generated UUID of the quota. Empty for a limit that a selector gives with the first
+   * request.
+   */
   readonly quotaId: string;
   /** Owner of the limit. */
   readonly subject: QuotaSubject;
-  /** UUID of the organization, project or key. */
+  /** UUID of the organization, project, key, end user or value of a label. */
   readonly subjectId: string;
   /** Limited model; empty: all models together. */
   readonly model: string;
@@ -715,8 +735,8 @@ export interface QuotaStatus {
   /** Time from now to `reset_time`. Unset for concurrency. */
   readonly resetDelayMs: number | undefined;
   /**
-   * Display name: "organization", "organization/project" or a key's prefix. Empty in `admitted` and
-   * `finished` frames.
+   * Display name: "organization", "organization/project", a key's prefix, the name of an end user,
+   * or "key=value" of a label. In `admitted` and `finished` frames of end users and labels only.
    */
   readonly subjectName: string;
   /** False: shadow mode, counts and reports without refusing. */
@@ -762,6 +782,23 @@ export interface QuotaStatus {
    * picos. Empty for a limit without alerts, and in `admitted` and `finished` frames.
    */
   readonly alertAt: readonly bigint[];
+  /**
+   * The limit is a selector: it limits nothing itself, and gives a limit to each end user
+   * ("end_user"), or to each value of a label ("label:team"), within its subject. Otherwise empty.
+   */
+  readonly forEach: string;
+  /**
+   * UUID of the organization or project within which the limit of an end user or label counts.
+   * Empty for other subjects.
+   */
+  readonly withinId: string;
+  /**
+   * Display name of that: "organization" or "organization/project". Empty in `admitted` and
+   * `finished` frames.
+   */
+  readonly withinName: string;
+  /** UUID of the selector that gives this limit its terms. Empty if it has terms of its own. */
+  readonly selectorId: string;
 }
 
 /** Quote of a request, if it were started now. */
@@ -1014,6 +1051,17 @@ export interface RotatedApiKey {
   readonly secret: string;
   /** End of validity of the replaced secret. */
   readonly overlapEndTime: Date | undefined;
+}
+
+/** One end user. */
+export interface EndUserLimits {
+  /** The end user. */
+  readonly endUser: EndUser;
+  /**
+   * Its limits within the organization and its projects with their remainders: its own, and those
+   * that selectors give it. Without its requests, those of the first request to come.
+   */
+  readonly quotas: readonly QuotaStatus[];
 }
 
 /** One immutable price version; corrections are later versions. */
@@ -1404,7 +1452,7 @@ export interface ConfigurationChange {
    * has the path of its subject.
    */
   readonly path: string;
-  /** Identity of a quota: dimension, model and `for_new_keys`. */
+  /** Identity of a quota: dimension, model, `for_new_keys`, `for_each`, `end_user` and `label`. */
   readonly quota: JsonValue | undefined;
   /** Changed fields; all fields of a new object. */
   readonly fields: readonly FieldChange[];

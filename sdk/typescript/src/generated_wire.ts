@@ -10,12 +10,16 @@ import {
   ApiKeySchema,
   AuditEntrySchema,
   CreateApiKeyResponseSchema,
+  EndUserSchema,
+  GetEndUserResponseSchema,
   OrganizationSchema,
   ProjectSchema,
   RotateApiKeyResponseSchema,
   type ApiKey as ApiKeyMessage,
   type AuditEntry as AuditEntryMessage,
   type CreateApiKeyResponse as CreateApiKeyResponseMessage,
+  type EndUser as EndUserMessage,
+  type GetEndUserResponse as GetEndUserResponseMessage,
   type Organization as OrganizationMessage,
   type Project as ProjectMessage,
   type RotateApiKeyResponse as RotateApiKeyResponseMessage,
@@ -210,6 +214,8 @@ import {
   type CreditGrant,
   type CreditNoteSummary,
   type DrainedReplica,
+  type EndUser,
+  type EndUserLimits,
   type FieldChange,
   type Generation,
   type GenerationState,
@@ -345,6 +351,18 @@ export function auditEntry(
     subjectId: value.subjectId,
     beforeJson: value.beforeJson,
     afterJson: value.afterJson,
+  };
+}
+
+export function endUser(
+  value: EndUserMessage = create(EndUserSchema),
+): EndUser {
+  return {
+    endUserId: value.endUserId,
+    name: value.name,
+    createTime: date(value.createTime),
+    lastUseDay: value.lastUseDay,
+    archived: value.archived,
   };
 }
 
@@ -680,6 +698,10 @@ export function quotaStatus(
     narrowedByQuotaId: value.narrowedByQuotaId,
     forNewKeys: value.forNewKeys,
     alertAt: value.alertAt,
+    forEach: value.forEach,
+    withinId: value.withinId,
+    withinName: value.withinName,
+    selectorId: value.selectorId,
   });
 }
 
@@ -818,6 +840,15 @@ export function rotatedApiKey(
     apiKey: apiKey(value.apiKey),
     secret: value.secret,
     overlapEndTime: date(value.overlapEndTime),
+  };
+}
+
+export function endUserLimits(
+  value: GetEndUserResponseMessage = create(GetEndUserResponseSchema),
+): EndUserLimits {
+  return {
+    endUser: endUser(value.endUser),
+    quotas: value.quotas.map((each) => quotaStatus(each)),
   };
 }
 

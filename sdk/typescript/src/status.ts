@@ -188,5 +188,6 @@ function exceededQuota(
     resetTime: Number.isNaN(reset.getTime()) ? undefined : reset,
     retryHelps:
       (metadata["retry_helps"] ?? String(retryAfterMs !== undefined)).toLowerCase() === "true",
+    subjectName: metadata["subject_name"] ?? "",
   });
 }

@@ -17,7 +17,7 @@ from weir_cli.commands import ExitCode
 from weir_cli.connection import admin_client, calls
 from weir_cli.render import JsonOption, note, print_json, show, unreadable, wrong_use
 from weir_cli.tenants import note_unpriced
-from weir_cli.texts import printable
+from weir_cli.texts import each_text, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -85,6 +85,11 @@ def title(change: ConfigurationChange) -> str:
             named += f" for {printable(str(model))}"
         if change.quota.get("for_new_keys"):
             named += ", for new keys"
+        if for_each := change.quota.get("for_each"):
+            named += f", for each {printable(each_text(str(for_each)))}"
+        if name := change.quota.get("end_user") or change.quota.get("label"):
+            kind = "end user" if change.quota.get("end_user") else "label"
+            named += f", of {kind} {printable(str(name))}"
     return named
 
 

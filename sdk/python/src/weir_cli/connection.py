@@ -53,6 +53,9 @@ _FLAGS = {
     "emails": "--email",
     "stop": "--stop",
     "limit_value": "VALUE",
+    "for_each": "--each",
+    "end_user": "--end-user",
+    "label": "--label",
     "first_day": "--from",
     "last_day": "--to",
     "prompt": "PROMPT",
@@ -220,7 +223,9 @@ def _quota(error: QuotaExceeded) -> str:
     if quota is None:
         return f"{error.message}{_when(error)}"
     subject = (
-        f" of the {quota.subject.replace('_', ' ').replace('-', ' ')}" if quota.subject else ""
+        f" of the {quota.subject.replace('_', ' ').replace('-', ' ')} {quota.subject_name}".rstrip()
+        if quota.subject
+        else ""
     )
     model = f" for {quota.model}" if quota.model else ""
     numbers = (("limit", quota.limit), ("left", quota.remaining), ("needed", quota.requested))

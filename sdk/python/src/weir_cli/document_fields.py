@@ -21,8 +21,10 @@ from weir_cli.texts import (
     parse_limit,
     parse_picos,
     parse_price,
+    parse_selector,
     parse_thousandths,
     per_million,
+    selector_text,
 )
 
 Json = Any  # a value in the JSON mapping of a message
@@ -122,6 +124,13 @@ def tier(name: str) -> Scalar:
         return f"SERVICE_TIER_{given.upper()}"
 
     return Scalar(name, read, lambda value, _: str(value).removeprefix("SERVICE_TIER_").lower())
+
+
+def selector(name: str) -> Scalar:
+    """Build a `Scalar` for what a limit is given to each of: `end-user`, or `label:KEY`."""
+    return Scalar(
+        name, lambda given, _: parse_selector(given), lambda value, _: selector_text(str(value))
+    )
 
 
 def limit(name: str) -> Scalar:

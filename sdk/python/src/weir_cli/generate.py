@@ -48,6 +48,7 @@ from weir_cli.texts import (
     counted,
     dimension_amount,
     duration_text,
+    labelled,
     parse_picos,
     parsed,
     price_text,
@@ -529,20 +530,6 @@ def biases(texts: Sequence[str]) -> dict[int, float]:
                 f"{text!r} is not a token id, an equals sign and a number",
                 param_hint="--logit-bias",
             ) from None
-    return pairs
-
-
-def labelled(texts: Sequence[str]) -> dict[str, str]:
-    """Parse `NAME=VALUE` pairs. Raises: typer.BadParameter if one is malformed."""
-    pairs = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not name or not equals:
-            raise typer.BadParameter(
-                f"{text!r} is not a name, an equals sign and a value, such as team=search",
-                param_hint="--label",
-            )
-        pairs[name] = value
     return pairs
 
 

@@ -9,6 +9,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from typer.core import TyperArgument, TyperOption
 from weir_cli.commands import WIDE
 
 COMPLETION_TIMEOUT_S = 1.0
+END_USERS_COMPLETED = 100
 # By the name of the parameter; others have the placeholder of their type.
 PLACEHOLDERS: Mapping[str, str] = {
     "organization": "ORG",
@@ -28,6 +30,9 @@ PLACEHOLDERS: Mapping[str, str] = {
     "api_key_ref": "KEY",
     "api_key": "SECRET",
     "dimension": "DIMENSION",
+    "each": "SELECTOR",
+    "end_user": "END_USER",
+    "label": "KEY=VALUE",
     "value": "VALUE",
     "month": "MONTH",
     "first_month": "MONTH",
@@ -184,6 +189,12 @@ def projects(given: Mapping[str, Any]) -> list[tuple[str, str]]:
         return [(each.name, "") for each in client.list_projects(own_organization(given))]
 
 
+def end_users(given: Mapping[str, Any]) -> list[tuple[str, str]]:
+    with client_for("admin", "AdminClient", given) as client:
+        found = client.list_end_users(own_organization(given), page_size=END_USERS_COMPLETED)
+        return [(each.name, each.last_use_day) for each in islice(found, END_USERS_COMPLETED)]
+
+
 def keys(given: Mapping[str, Any]) -> list[tuple[str, str]]:
     with client_for("admin", "AdminClient", given) as client:
         return [
@@ -216,6 +227,8 @@ VALUES: Mapping[str, Callable[[Mapping[str, Any]], Iterable[tuple[str, str]]]] =
     "KEY": keys,
     "MODEL": models,
     "MONTH": months,
+    "END_USER": end_users,
     "ORG": organizations,
+    "SELECTOR": lambda _: [("end-user", "each end user"), ("label:", "each value of this label")],
     "PROJECT": projects,
 }

@@ -1,4 +1,4 @@
-"""`weir org`, `weir project`, `weir key` and `weir quota`: tenants, API keys and limits.
+"""`weir org`, `weir project`, `weir key`, `weir quota`, `weir end-user`: tenants, keys and limits.
 
 A secret is printed once, alone on stdout.
 """
@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,7 +32,9 @@ from weir_cli.texts import (
     dimension_amount,
     duration_text,
     key_state,
+    labelled,
     parse_limit,
+    parse_selector,
     parse_span,
     parsed,
     quota_owner,
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
         AdminClient,
         ApiKey,
         Client,
+        EndUser,
         Organization,
         Project,
         QuotaStatus,
@@ -126,8 +130,40 @@ QUOTAS: Table[QuotaStatus] = Table(
     empty="no limits are set",
     drop=("id", "alerts at", "held", "model", "resets in", "used"),
 )
+END_USERS: Table[EndUser] = Table(
+    {
+        "end user": "name",
+        "last used": "last_use_day",
+        "state": lambda each: "archived" if each.archived else "active",
+        "created": "create_time",
+        "id": "end_user_id",
+    },
+    empty="no end users: requests name them, with `end_user` or OpenAI's `user`",
+    drop=("id", "created"),
+)
 # Of a key's own limits, which it cannot change.
 OWN_QUOTAS = QUOTAS.without("alerts at", "id", empty="no limits apply to this key")
+QUOTAS_OF_ONE = QUOTAS.without("alerts at", empty="no limits apply to this end user")
+END_USERS_PAGE_SIZE = 500
+# Whom a limit within an organization or project concerns.
+ONE = {
+    "end_user": option(str, "Limits of this end user: your own user, as requests name it."),
+    "label": option(str, "Limits of the requests with this label, such as team=search."),
+}
+ONES = {
+    "each": option(str, "Give the limit to each of them: `end-user`, or `label:KEY`."),
+    "end_user": option(str, "Limit this end user only: your own user, as requests name it."),
+    "label": option(str, "Limit the requests with this label only, such as team=search."),
+}
+REQUEST = {
+    "end_user": option(str, "Also the limits of this end user of yours."),
+    "labels": option(
+        list[str],
+        "Also the limits of this label; repeat for more.",
+        "--label",
+        metavar="KEY=VALUE",
+    ),
+}
 PROFILE = {
     "emails": option(
         list[str], "E-mail address; repeat for more. Stripe sends invoices to the first.", "--email"
@@ -434,7 +470,7 @@ quota = typer.Typer(help="Set, show and remove limits.", no_args_is_help=True)
 
 
 @quota.command("set")
-@calls(admin_client, options=options_of(TERMS["quota"]))
+@calls(admin_client, options=ONES | options_of(TERMS["quota"]))
 def set_quota(
     client: AdminClient,
     dimension: Annotated[str, typer.Argument(help=f"What to limit: {', '.join(DIMENSIONS)}.")],
@@ -471,10 +507,14 @@ def set_quota(
 ) -> Output:
     """Set a limit for an organization, a project or a key, or change it.
 
-    Usage of the current minute, day or month counts already.
+    You can also limit your own users and the labels of requests, one or each of them. Usage of the
+    current minute, day or month counts already.
     """
     kind = parse_dimension(dimension)
     limit = parsed("VALUE", parse_limit, kind, value)
+    each, end_user, label = (terms[name] for name in ONES)
+    if any((each, end_user, label)) and not any((organization, project, key)):
+        organization = organization_or_default(None, client.address)
     subject, subject_ref = parse_subject(organization, project, key)
     status = client.set_quota(
         subject,
@@ -483,6 +523,9 @@ def set_quota(
         limit,
         model=model,
         for_new_keys=new_keys,
+        for_each=parsed("--each", parse_selector, each) if each else "",
+        end_user=end_user or "",
+        label=label or "",
         **values_of(TERMS["quota"], terms),
     )
     return changed(status)
@@ -512,7 +555,11 @@ def override_quota(
         status = client.end_quota_override(quota_id)
     else:
         kind = next(
-            (each.dimension for each in client.list_quotas() if each.quota_id == quota_id),
+            (
+                each.dimension
+                for each in client.list_quotas(quota_id=quota_id)
+                if each.quota_id == quota_id  # older servers return all
+            ),
             QuotaDimension.UNSPECIFIED,
         )
         limit, span = (
@@ -524,15 +571,22 @@ def override_quota(
 
 
 @quota.command("show")
-@calls(inference_client)
+@calls(inference_client, options=REQUEST)
 def show_quotas(
     client: Client,
     model: Annotated[
         str, typer.Option("--model", help="Only limits that apply to this model.")
     ] = "",
+    *,
+    end_user: str | None,
+    labels: list[str] | None,
 ) -> Output:
-    """Show the limits of your own key, and how much is left of each."""
-    found, own = client.get_quota(model), client.get_restrictions()
+    """Show the limits of your own key, and how much is left of each.
+
+    With `--end-user` or `--label` you also see what is left to this user or label.
+    """
+    found = client.get_quota(model, end_user=end_user, labels=labelled(labels or []))
+    own = client.get_restrictions()
     narrowed = "; ".join(f"{name} {value}" for name, value in restrictions(own))
     remarks = [f"key {own.prefix} is restricted to: {narrowed}"] if narrowed else []
     if (change := own.latest_change) is not None:
@@ -543,7 +597,7 @@ def show_quotas(
 
 
 @quota.command("list")
-@calls(admin_client)
+@calls(admin_client, options=ONE)
 def list_quotas(
     client: AdminClient,
     organization: Annotated[
@@ -561,11 +615,25 @@ def list_quotas(
     model: Annotated[
         str, typer.Option("--model", help="With --key: only limits that apply to this model.")
     ] = "",
+    *,
+    end_user: str | None,
+    label: str | None,
 ) -> Output:
-    """List limits, how much is left of each, and their ids. Needs an admin key."""
+    """List limits, how much is left of each, and their ids. Needs an admin key.
+
+    You see the limits of end users with `--end-user`, because there may be very many.
+    """
+    if sum(map(bool, (key, end_user, label))) > 1:
+        raise typer.BadParameter("give one of --key, --end-user, --label")
     if key and organization:
         raise typer.BadParameter("give --org or --key, not both")
-    found = client.list_key_quotas(key, model) if key else client.list_quotas(organization)
+    if end_user or label:
+        organization = organization_or_default(organization, client.address)
+    found = (
+        client.list_key_quotas(key, model)
+        if key
+        else client.list_quotas(organization, end_user=end_user or "", label=label or "")
+    )
     return found, limits(found, QUOTAS)
 
 
@@ -589,6 +657,40 @@ def delete_quota(
         else f"limit {quota_id} does not exist: nothing was removed"
     )
     return {"quota_id": quota_id, "deleted": deleted}, message
+
+
+end_users = typer.Typer(
+    help="Show your customers' own users and their limits.", no_args_is_help=True
+)
+
+
+@end_users.command("list")
+@calls(admin_client)
+def list_end_users(
+    client: AdminClient,
+    organization: OrganizationOption = None,
+    prefix: Annotated[str, typer.Option(help="Only names that begin like this.")] = "",
+    limit: Annotated[int, typer.Option(help="Show at most this many.", min=1, max=100_000)] = 100,
+) -> Output:
+    """List the end users that requests of an organization have named, by name."""
+    owner = organization_or_default(organization, client.address)
+    size = min(limit + 1, END_USERS_PAGE_SIZE)
+    found = list(islice(client.list_end_users(owner, prefix=prefix, page_size=size), limit + 1))
+    more = [f"more than {limit:,}: narrow them with --prefix, or raise --limit"]
+    return found[:limit], END_USERS.of(found[:limit]), *(more if len(found) > limit else [])
+
+
+@end_users.command("show")
+@calls(admin_client)
+def show_end_user(
+    client: AdminClient,
+    end_user: Annotated[str, typer.Argument(help="Its name, as requests give it.")],
+    organization: OrganizationOption = None,
+) -> Output:
+    """Show an end user: its last day of use, its limits, and their remainders."""
+    found = client.get_end_user(organization_or_default(organization, client.address), end_user)
+    about = END_USERS.of([found.end_user])
+    return found, about, limits(found.quotas, QUOTAS_OF_ONE)
 
 
 def changed(status: QuotaStatus) -> Output:

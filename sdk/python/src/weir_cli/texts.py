@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -133,6 +133,34 @@ def parsed(flag: str, parse: Callable[..., T], *values: Any) -> T:
         return parse(*values)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=flag) from error
+
+
+def labelled(texts: Sequence[str]) -> dict[str, str]:
+    """Parse `NAME=VALUE` pairs. Raises: typer.BadParameter if one is malformed."""
+    pairs = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise typer.BadParameter(
+                f"{text!r} is not a name, an equals sign and a value, such as team=search",
+                param_hint="--label",
+            )
+        pairs[name] = value
+    return pairs
+
+
+def parse_selector(text: str) -> str:
+    """Convert a selector to the one of the API. Raises: ValueError."""
+    if text == "end-user":
+        return "end_user"
+    if not text.removeprefix("label:") or not text.startswith("label:"):
+        raise ValueError("give end-user, or label:KEY such as label:team")
+    return text
+
+
+def selector_text(for_each: str) -> str:
+    """Convert a selector of the API to the one of files and options."""
+    return "end-user" if for_each == "end_user" else for_each
 
 
 def parse_amount(text: str) -> Decimal:
@@ -364,15 +392,25 @@ def use_text(key: ApiKey) -> str:
     return f"not since {time_text(key.use_tracked_since_time)}"
 
 
+def each_text(for_each: str) -> str:
+    """Say in words what a selector gives its limit to: "end user", "label team"."""
+    return "end user" if for_each == "end_user" else for_each.replace(":", " ", 1)
+
+
 def quota_owner(quota: QuotaStatus) -> str:
     """Name the subject of a limit."""
     scope = "new keys of " if quota.for_new_keys else ""
-    return f"{scope}{quota.subject.value.replace('-', ' ')} {quota.subject_name}".rstrip()
+    if quota.for_each:
+        scope = f"each {each_text(quota.for_each)} of "
+    within = f" of {quota.within_name}" if quota.within_name else ""
+    return f"{scope}{quota.subject.value.replace('-', ' ')} {quota.subject_name}{within}".rstrip()
 
 
 def quota_remarks(quota: QuotaStatus) -> str:
     """Format the special properties of a limit in parentheses; empty if it has none."""
     notes = []
+    if quota.selector_id:
+        notes.append("by selector")
     weights = (quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli)
     if len({*weights, 1000}) > 1 and any(weights):
         notes.append("weights " + "/".join(f"{weight / 1000:g}" for weight in weights))

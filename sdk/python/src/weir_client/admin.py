@@ -14,6 +14,7 @@ from weir_client.blocking import blocking, blocking_items
 from weir_client.generated_calls import AsyncAdminCalls, BlockingAdminCalls
 from weir_client.generated_values import (
     AuditEntry,
+    EndUser,
     Plan,
     PlanAssignment,
     QuotaStatus,
@@ -48,9 +49,17 @@ class AsyncAdminClient(AsyncAdminCalls):
         response = await self._call(self._stub.DeleteQuota, request, idempotent=allow_missing)
         return response.deleted or not allow_missing  # older servers do not return `deleted`
 
-    async def list_quotas(self, organization: str = "") -> list[QuotaStatus]:
-        """Return the limits of one organization, its projects and keys, or all, with remainders."""
-        request = admin_service_pb2.ListQuotasRequest(organization=organization)
+    async def list_quotas(
+        self, organization: str = "", *, end_user: str = "", label: str = "", quota_id: str = ""
+    ) -> list[QuotaStatus]:
+        """Return the limits of one organization, its projects and keys, or all, with remainders.
+
+        `end_user`, or `label` as "KEY=VALUE", selects the limits of this end user or label instead,
+        even those that selectors give it; they need an organization. `quota_id` selects one limit.
+        """
+        request = admin_service_pb2.ListQuotasRequest(
+            organization=organization, end_user=end_user, label=label, quota_id=quota_id
+        )
         return await self._list(QuotaStatus, "quotas", self._stub.ListQuotas, request)
 
     async def list_key_quotas(self, api_key: str, model: str = "") -> list[QuotaStatus]:
@@ -60,6 +69,22 @@ class AsyncAdminClient(AsyncAdminCalls):
         """
         request = admin_service_pb2.ListQuotasRequest(api_key=api_key, model=model)
         return await self._list(QuotaStatus, "quotas", self._stub.ListQuotas, request)
+
+    async def _end_user_pages(
+        self, organization: str, *, prefix: str = "", page_size: int = 100
+    ) -> AsyncIterator[list[EndUser]]:
+        """Yield the end users of an organization by name, those that begin with `prefix`."""
+        request = admin_service_pb2.ListEndUsersRequest(
+            organization=organization, prefix=prefix, page_size=page_size
+        )
+        while True:
+            response = await self._call(self._stub.ListEndUsers, request)
+            yield [wire.read(EndUser, each) for each in response.end_users]
+            if not response.next_page_token:
+                return
+            request.page_token = response.next_page_token
+
+    list_end_users = items_of(_end_user_pages)
 
     async def _audit_pages(
         self,
@@ -164,6 +189,7 @@ class AdminClient(BlockingAdminCalls):
     delete_quota = blocking(AsyncAdminClient.delete_quota)
     list_quotas = blocking(AsyncAdminClient.list_quotas)
     list_key_quotas = blocking(AsyncAdminClient.list_key_quotas)
+    list_end_users = blocking_items(AsyncAdminClient._end_user_pages)
     list_audit_entries = blocking_items(AsyncAdminClient._audit_pages)
     simulate_prices = blocking(AsyncAdminClient.simulate_prices)
     create_plan = blocking(AsyncAdminClient.create_plan)

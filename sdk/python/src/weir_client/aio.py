@@ -515,20 +515,29 @@ class AsyncClient(LazyClient):
         return [wire.read(Model, each) for each in response.models]
 
     async def get_quota(
-        self, model: str = "", *, timeout: float | None = None, max_retries: int | None = None
+        self,
+        model: str = "",
+        *,
+        end_user: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        max_retries: int | None = None,
     ) -> list[QuotaStatus]:
         """Return every limit that applies to the key; an empty list means unlimited.
 
         Args:
             model: Only the limits that apply to this model.
+            end_user: Also the limits of this end user, even those of its first request to come.
+                Default: the client's.
+            labels: Also the limits of these labels, added to the client's.
             timeout: Seconds for the call, retries included. Default: the client's.
             max_retries: Further attempts. Default: the client's.
         """
+        request = pb.GetQuotaRequest(
+            model=model, end_user=self._end_user(end_user), labels=self._labelled(labels)
+        )
         response = await self._opened().call(
-            self._stub.GetQuota,
-            pb.GetQuotaRequest(model=model),
-            timeout=timeout,
-            max_retries=max_retries,
+            self._stub.GetQuota, request, timeout=timeout, max_retries=max_retries
         )
         return [wire.read(QuotaStatus, each) for each in response.quotas]
 

@@ -61,6 +61,7 @@ class ExceededQuota(LimitName):
     requested: int | None
     reset_time: datetime | None
     retry_helps: bool  # False: the request is larger than the limit, so waiting does not help
+    subject_name: str = ""  # of an end user, or `KEY=VALUE` of a label
 
 
 @dataclass(frozen=True, slots=True)

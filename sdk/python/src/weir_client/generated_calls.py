@@ -41,6 +41,7 @@ from weir_client.generated_values import (
     CreditGrant,
     DocumentFormat,
     DrainedReplica,
+    EndUserLimits,
     KilledRequest,
     LiveView,
     Month,
@@ -333,6 +334,9 @@ class AsyncAdminCalls(UnaryClient):
         cached_input_weight_milli: int | None = None,
         output_weight_milli: int | None = None,
         alert_at: Sequence[int] | None = None,
+        for_each: str = "",
+        end_user: str = "",
+        label: str = "",
     ) -> QuotaStatus:
         """Sets one limit; it replaces a limit of the same subject, model and dimension. Past usage
         counts.
@@ -358,6 +362,15 @@ class AsyncAdminCalls(UnaryClient):
         `alert_at`: Percentages that trigger an alert. Unset: unchanged; for a new limit on tokens
             or money per day or month 50, 80 and 100, none for any other. InvalidRequest for limits
             per minute and on concurrency.
+        `for_each`: The limit is a selector, "end_user" or "label:KEY": each end user, or each value
+            of this label, within the organization or project gets a limit with these terms, from
+            its first request on. Part of the limit's identity. InvalidRequest for a key, or with
+            `for_new_keys`, `end_user` or `label`.
+        `end_user`: Limits this end user within the organization or project, known or not. This
+            limit replaces the one of a selector and keeps its usage. Part of the limit's identity.
+            Bad names, a key as subject, or another of these fields: InvalidRequest.
+        `label`: Limits the requests with this label, "KEY=VALUE", within the organization or
+            project. Like `end_user` in all else.
         """
         request = wire.request(
             admin_service_pb2.SetQuotaRequest,
@@ -372,6 +385,9 @@ class AsyncAdminCalls(UnaryClient):
             cached_input_weight_milli=cached_input_weight_milli,
             output_weight_milli=output_weight_milli,
             alert_at=alert_at,
+            for_each=for_each,
+            end_user=end_user,
+            label=label,
         )
         response = await self._call(self._stub.SetQuota, request)
         return wire.read(QuotaStatus, response.quota)
@@ -381,7 +397,8 @@ class AsyncAdminCalls(UnaryClient):
     ) -> QuotaStatus:
         """Overrides a limit with a higher one until a time, or ends the override. Idempotent.
 
-        `quota_id`: Id of the limit. Unknown: NotFound.
+        `quota_id`: Id of the limit. Unknown: NotFound. InvalidRequest for one that a selector
+            gives: override the selector, or set a limit of this end user or label.
         `limit_value`: The temporary limit, above the regular one: InvalidRequest otherwise.
         `expire_time`: End of the override, within 366 days, by the database's clock. Unset: ends
             the present override.
@@ -396,6 +413,18 @@ class AsyncAdminCalls(UnaryClient):
         )
         response = await self._call(self._stub.OverrideQuota, request)
         return wire.read(QuotaStatus, response.quota)
+
+    async def get_end_user(self, organization: str, end_user: str) -> EndUserLimits:
+        """Returns one end user with its limits.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `end_user`: Name of the end user. Unknown: NotFound.
+        """
+        request = wire.request(
+            admin_service_pb2.GetEndUserRequest, organization=organization, end_user=end_user
+        )
+        response = await self._call(self._stub.GetEndUser, request)
+        return wire.read(EndUserLimits, response)
 
     async def set_price(
         self,
@@ -792,6 +821,7 @@ class BlockingAdminCalls(BlockingUnaryClient):
     list_api_keys = blocking(AsyncAdminCalls.list_api_keys)
     set_quota = blocking(AsyncAdminCalls.set_quota)
     override_quota = blocking(AsyncAdminCalls.override_quota)
+    get_end_user = blocking(AsyncAdminCalls.get_end_user)
     set_price = blocking(AsyncAdminCalls.set_price)
     withdraw_price = blocking(AsyncAdminCalls.withdraw_price)
     list_prices = blocking(AsyncAdminCalls.list_prices)

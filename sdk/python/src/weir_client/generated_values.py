@@ -189,6 +189,23 @@ class AuditEntry(Value):
     """The object after, as JSON; empty if it was removed."""
 
 
+@dataclass(frozen=True, slots=True)
+class EndUser(Value):
+    """One user of a customer, as requests name it."""
+
+    end_user_id: str = ""
+    """Server-generated UUID."""
+    name: str = ""
+    """The name that requests give it."""
+    create_time: datetime | None = None
+    """Time of its first request, or of its first limit if that came before."""
+    last_use_day: str = ""
+    """Day of its latest request, UTC, such as "2026-11-28"; of `create_time` if there was none."""
+    archived: bool = False
+    """True if it had no request for some weeks. It then does not count towards the maximum of the
+    organization; its next request changes this."""
+
+
 class FinishReason(StrEnum):
     """Reason why an admitted request ended."""
 
@@ -787,11 +804,12 @@ class QuotaStatus(LimitName):
     """One limit with its current remainder."""
 
     quota_id: str = ""
-    """Server-generated UUID of the quota."""
+    """Server-generated UUID of the quota. Empty for a limit that a selector gives with the first
+    request."""
     subject: QuotaSubject = QuotaSubject.UNSPECIFIED
     """Owner of the limit."""
     subject_id: str = ""
-    """UUID of the organization, project or key."""
+    """UUID of the organization, project, key, end user or value of a label."""
     model: str = ""
     """Limited model; empty: all models together."""
     dimension: QuotaDimension = QuotaDimension.UNSPECIFIED
@@ -810,8 +828,9 @@ class QuotaStatus(LimitName):
     reset_delay_s: float | None = None
     """Time from now to `reset_time`. Unset for concurrency."""
     subject_name: str = ""
-    """Display name: "organization", "organization/project" or a key's prefix. Empty in `admitted`
-    and `finished` frames."""
+    """Display name: "organization", "organization/project", a key's prefix, the name of an end
+    user, or "key=value" of a label. In `admitted` and `finished` frames of end users and labels
+    only."""
     enforced: bool = True
     """False: shadow mode, counts and reports without refusing."""
     would_refuse_count: int = 0
@@ -843,6 +862,18 @@ class QuotaStatus(LimitName):
     alert_at: tuple[int, ...] = ()
     """Alert thresholds, ascending: percent of `limit_value` used; for prepaid credit, remaining
     picos. Empty for a limit without alerts, and in `admitted` and `finished` frames."""
+    for_each: str = ""
+    """The limit is a selector: it limits nothing itself, and gives a limit to each end user
+    ("end_user"), or to each value of a label ("label:team"), within its subject. Otherwise
+    empty."""
+    within_id: str = ""
+    """UUID of the organization or project within which the limit of an end user or label counts.
+    Empty for other subjects."""
+    within_name: str = ""
+    """Display name of that: "organization" or "organization/project". Empty in `admitted` and
+    `finished` frames."""
+    selector_id: str = ""
+    """UUID of the selector that gives this limit its terms. Empty if it has terms of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1075,6 +1106,17 @@ class RotatedApiKey(Value):
     """The new secret. It is returned only once: empty if this repeats a call."""
     overlap_end_time: datetime | None = None
     """End of validity of the replaced secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndUserLimits(Value):
+    """One end user."""
+
+    end_user: EndUser
+    """The end user."""
+    quotas: tuple[QuotaStatus, ...] = ()
+    """Its limits within the organization and its projects with their remainders: its own, and those
+    that selectors give it. Without its requests, those of the first request to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1519,7 +1561,7 @@ class ConfigurationChange(Value):
     fields: tuple[FieldChange, ...] = ()
     """Changed fields; all fields of a new object."""
     quota: dict[str, object] = field(default_factory=dict)
-    """Identity of a quota: dimension, model and `for_new_keys`."""
+    """Identity of a quota: dimension, model, `for_new_keys`, `for_each`, `end_user` and `label`."""
     api_key_prefix: str = ""
     """The first characters of a key. For a new key only after its creation."""
     secret: str = field(default="", repr=False)

@@ -87,6 +87,9 @@ class LimitName(Value):
             for name in ("dimension", "subject")
         ]
         model = getattr(self, "model", "")
+        name = getattr(self, "subject_name", "")
+        if name and words[1] in ("end user", "label"):
+            words[1] += f" {name}"
         return f"{' of the '.join(words)}{f' for {model}' if model else ''}"
 
 

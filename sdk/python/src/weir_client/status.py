@@ -221,6 +221,7 @@ def _exceeded_quota(
             "retry_helps", "true" if retry_after_s is not None else "false"
         ).lower()
         == "true",
+        subject_name=metadata.get("subject_name", ""),
     )
 
 

@@ -520,17 +520,28 @@ class Client(BlockingClient[AsyncClient]):
         )
 
     def get_quota(
-        self, model: str = "", *, timeout: float | None = None, max_retries: int | None = None
+        self,
+        model: str = "",
+        *,
+        end_user: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        max_retries: int | None = None,
     ) -> list[QuotaStatus]:
         """Return every limit that applies to the key; an empty list means unlimited.
 
         Args:
             model: Only the limits that apply to this model.
+            end_user: Also the limits of this end user, even those of its first request to come.
+                Default: the client's.
+            labels: Also the limits of these labels, added to the client's.
             timeout: Seconds for the call, retries included. Default: the client's.
             max_retries: Further attempts. Default: the client's.
         """
         return self._thread.run(
-            lambda: self._client.get_quota(model, timeout=timeout, max_retries=max_retries)
+            lambda: self._client.get_quota(
+                model, end_user=end_user, labels=labels, timeout=timeout, max_retries=max_retries
+            )
         )
 
     def get_restrictions(
