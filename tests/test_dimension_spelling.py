@@ -39,17 +39,21 @@ from metering.quotas.quotas import QuotaExceeded
 
 ROOT = Path(__file__).parent.parent
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
+MEASURES = {
+    "requests": "requests",
+    "tokens": "tokens",
+    "input_tokens": "input-tokens",
+    "output_tokens": "output-tokens",
+    "cost_picos": "cost",
+}
 SPELLINGS = {
     QuotaDimension.CONCURRENT_REQUESTS: "concurrent-requests",
-    QuotaDimension.REQUESTS_PER_MINUTE: "requests-per-minute",
-    QuotaDimension.TOKENS_PER_MINUTE: "tokens-per-minute",
-    QuotaDimension.INPUT_TOKENS_PER_MINUTE: "input-tokens-per-minute",
-    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: "output-tokens-per-minute",
-    QuotaDimension.TOKENS_PER_DAY: "tokens-per-day",
-    QuotaDimension.TOKENS_PER_MONTH: "tokens-per-month",
-    QuotaDimension.COST_PICOS_PER_DAY: "cost-per-day",
-    QuotaDimension.COST_PICOS_PER_MONTH: "cost-per-month",
     QuotaDimension.PREPAID_CREDIT_PICOS: "prepaid-credit",
+} | {
+    QuotaDimension(f"{measure}_per_{window}"): f"{spelling}-per-{window}"
+    for measure, spelling in MEASURES.items()
+    for window in ("minute", "hour", "day", "week", "month")
+    if (measure, window) != ("cost_picos", "minute")
 }
 
 

@@ -75,7 +75,9 @@ PERCENT_MAX = 1000
 LEFT_MAX_PICOS = 10**18  # a million units, the maximum of one grant
 THRESHOLDS_MAX = 10  # per limit; more alerts would not be acted on
 ALERTING_DIMENSIONS = frozenset(
-    dimension for dimension, (_, unit, *_) in DIMENSIONS.items() if unit in (Unit.DAY, Unit.MONTH)
+    dimension
+    for dimension, (_, unit, *_) in DIMENSIONS.items()
+    if unit in (Unit.DAY, Unit.WEEK, Unit.MONTH)
 )
 
 SUBJECT_TABLES: dict[QuotaSubject, type[Organization | Project | ApiKey]] = {
@@ -84,7 +86,8 @@ SUBJECT_TABLES: dict[QuotaSubject, type[Organization | Project | ApiKey]] = {
     QuotaSubject.API_KEY: ApiKey,
 }
 PAST_DAYS_KEPT = timedelta(days=2)
-PAST_MONTHS_KEPT = timedelta(days=93)
+# From the start of the window. Counters of a unit that is missing here are kept as those of days.
+PAST_KEPT = {Unit.WEEK: timedelta(days=16), Unit.MONTH: timedelta(days=93)}
 
 NO_OVERRIDE: dict[str, object] = {
     "override_limit_value": None,
@@ -273,15 +276,14 @@ async def _selector_for(
 async def delete_past_counters(session: AsyncSession, limit: int = PAST_COUNTERS_MAX) -> int:
     """Delete up to `limit` counters of past windows without holds; return how many were deleted.
 
-    Counters of minutes and days are kept for two days, those of months for 93 days: no request runs
-    that long. Records of rule changes that no process needs any more (`holds/hold_cache.py`) are
-    deleted as well.
+    They are kept longer than any request runs (`PAST_KEPT`). Records of rule changes that no
+    process needs any more (`holds/hold_cache.py`) are deleted as well.
     """
     await session.execute(
         text("DELETE FROM rule_changes WHERE changed_at < now() - :kept"), {"kept": PAST_DAYS_KEPT}
     )
     ages = {
-        dimension: PAST_MONTHS_KEPT if unit is Unit.MONTH else PAST_DAYS_KEPT
+        dimension: PAST_KEPT.get(unit, PAST_DAYS_KEPT)
         for dimension, (_, unit, *_) in DIMENSIONS.items()
         if unit
     }

@@ -30,6 +30,7 @@ from weir_cli.terms import TERMS, option, options_of, restrictions, values_of
 from weir_cli.texts import (
     dimension_amount,
     duration_text,
+    grouped_dimensions,
     key_state,
     parse_limit,
     parse_span,
@@ -71,6 +72,7 @@ QuotaArgument = Annotated[
 # Prepaid credit is granted, not set.
 NOT_SETTABLE = (QuotaDimension.UNSPECIFIED, QuotaDimension.PREPAID_CREDIT)
 DIMENSIONS = tuple(each for each in QuotaDimension if each not in NOT_SETTABLE)
+DIMENSION_NAMES = grouped_dimensions(DIMENSIONS)
 ORGANIZATIONS: Table[Organization] = Table(
     {
         "organization": "name",
@@ -437,7 +439,7 @@ quota = typer.Typer(help="Set, show and remove limits.", no_args_is_help=True)
 @calls(admin_client, options=options_of(TERMS["quota"]))
 def set_quota(
     client: AdminClient,
-    dimension: Annotated[str, typer.Argument(help=f"What to limit: {', '.join(DIMENSIONS)}.")],
+    dimension: Annotated[str, typer.Argument(help=f"What to limit: {DIMENSION_NAMES}.")],
     value: Annotated[
         str,
         typer.Argument(
@@ -471,7 +473,7 @@ def set_quota(
 ) -> Output:
     """Set a limit for an organization, a project or a key, or change it.
 
-    Usage of the current minute, day or month counts already.
+    Usage of the current window, such as the month, counts already. A week begins on Monday, UTC.
     """
     kind = parse_dimension(dimension)
     limit = parsed("VALUE", parse_limit, kind, value)
@@ -618,7 +620,7 @@ def parse_dimension(text: str) -> QuotaDimension:
         )
     if text not in DIMENSIONS:
         raise typer.BadParameter(
-            f"{text!r} is not one of {', '.join(DIMENSIONS)}", param_hint="DIMENSION"
+            f"{text!r} is not one of {DIMENSION_NAMES}", param_hint="DIMENSION"
         )
     return QuotaDimension(text)
 

@@ -355,9 +355,9 @@ class AsyncAdminCalls(UnaryClient):
         `cached_input_weight_milli`: Thousandths that a cached input token counts. Until the engine
             has reported the cached tokens, the larger of both weights is held.
         `output_weight_milli`: Thousandths that an output token counts.
-        `alert_at`: Percentages that trigger an alert. Unset: unchanged; for a new limit on tokens
-            or money per day or month 50, 80 and 100, none for any other. InvalidRequest for limits
-            per minute and on concurrency.
+        `alert_at`: Percentages that trigger an alert. Unset: unchanged; for a new limit per day,
+            week or month 50, 80 and 100, none for any other. InvalidRequest for limits per minute
+            or hour and on concurrency.
         """
         request = wire.request(
             admin_service_pb2.SetQuotaRequest,
