@@ -109,8 +109,7 @@ class EndUsersExhausted(MeteringError):
     def __init__(self, what: str, count_max: int) -> None:
         super().__init__(
             f"Your organization has {count_max:,} {what} in use, which is the maximum, and this one"
-            " is new. Send a name that is already in use, or ask the operator to raise"
-            " WEIR_END_USERS_MAX; unused ones are archived after some weeks."
+            " is new. Send a name that is in use, or ask the operator to raise WEIR_END_USERS_MAX."
         )
         self.count_max = count_max
 

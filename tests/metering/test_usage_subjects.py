@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import random
 import uuid
 from datetime import timedelta
 from functools import partial
@@ -10,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from metering.core.errors import EndUsersExhausted, InvalidValue
+from metering.core.errors import EndUsersExhausted, InvalidValue, NotFound
 from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.holds import hold_cache
 from metering.holds.hold_connection import HoldConnection
-from metering.holds.operations import Admit, Admitted, Extend
+from metering.holds.operations import Admit, Admitted, Extend, Void
 from metering.quotas.quota_admin import delete_quota, set_quota
 from metering.quotas.quota_rules import Payer, QuotaState
 from metering.quotas.quota_states import usage_subject_quotas
@@ -34,6 +36,7 @@ CONCURRENT = QuotaDimension.CONCURRENT_REQUESTS
 PER_MINUTE = QuotaDimension.REQUESTS_PER_MINUTE
 PER_DAY = QuotaDimension.TOKENS_PER_DAY
 SPENT_MONTHLY = QuotaDimension.COST_PICOS_PER_MONTH
+SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2,3").split(",")]
 
 
 async def limit(
@@ -331,3 +334,92 @@ def test_names_that_are_no_ids_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["", "alice", "José Ñ", "user@example.com", "task-42", "sk-1"])
 def test_other_names_are_kept(name: str) -> None:
     assert checked_end_user(name) == name
+
+
+async def change_limits(
+    chance: random.Random, sessions: Sessions, payer: Payer, limits: list[uuid.UUID]
+) -> uuid.UUID | None:
+    """Set, change or remove a random limit; return the id of one that may now be exceeded."""
+    if limits and chance.random() < 0.3:
+        quota_id = chance.choice(limits)
+        try:
+            async with sessions.begin() as session:
+                await delete_quota(session, quota_id=str(quota_id), actor="test")
+        except (InvalidValue, NotFound):  # of a selector, or removed
+            return None
+        return quota_id
+    key: dict[str, Any] = chance.choice(
+        [
+            {"for_each": "end_user"},
+            {"for_each": "label:team"},
+            {"end_user": chance.choice("abc")},
+            {"label": f"team={chance.choice('xy')}"},
+        ]
+    )
+    dimension = chance.choice([CONCURRENT, PER_MINUTE, PER_DAY, SPENT_MONTHLY])
+    on_project = chance.random() < 0.7
+    value = chance.choice([2, 5, 100, 400])
+    state = await limit(sessions, payer, dimension, value, on_project=on_project, **key)
+    limits.append(state.quota_id)
+    return state.quota_id
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_random_operations_keep_every_limit_and_counter(
+    world: HoldWorld, sessions: Sessions, seed: int
+) -> None:
+    chance, payer = random.Random(seed), world.tenant()
+    limits: list[uuid.UUID] = []
+    changed: set[uuid.UUID] = set()
+    stores = [connection(world, end_users_max=3) for _ in range(3)]
+    live: list[tuple[HoldConnection, uuid.UUID]] = []
+    try:
+        for step in range(70):
+            holds = chance.choice(stores)
+            match chance.choice(
+                ["admit"] * 5 + ["settle"] * 3 + ["void", "extend", "limit", "day"]
+            ):
+                case "admit":
+                    labels = {"team": chance.choice("xy")} if chance.random() < 0.5 else {}
+                    ops = [
+                        admit(payer, end_user=chance.choice(["", *"abcd"]), labels=labels)
+                        for _ in range(chance.randrange(1, 4))
+                    ]
+                    answers = await holds.execute(ops)
+                    refused = [
+                        *of_type(QuotaExceeded, answers),
+                        *of_type(EndUsersExhausted, answers),
+                    ]
+                    assert len(refused) + len(of_type(Admitted, answers)) == len(ops), answers
+                    live += [(holds, each.hold_id) for each in of_type(Admitted, answers)]
+                case "settle" | "void" | "extend" as kind if live:
+                    owner, hold_id = live.pop(chance.randrange(len(live)))
+                    if kind == "extend":
+                        live.append((owner, hold_id))
+                        await owner.execute([Extend(hold_id, 0, 0, 5)])
+                    else:
+                        end = Void(hold_id) if kind == "void" else settle(hold_id, 1)
+                        await owner.execute([end])
+                case "limit":
+                    if (
+                        quota_id := await change_limits(chance, sessions, payer, limits)
+                    ) is not None:
+                        changed.add(quota_id)
+                        changed |= {
+                            row[0]
+                            for row in world.rows(
+                                "SELECT id FROM quotas WHERE selector_id = ANY(%s)", [*changed]
+                            )
+                        }
+                case "day":
+                    world.advance(chance.choice([30, 3600, 86400]))
+                    async with sessions.begin() as session:
+                        await archive_idle(session, timedelta(days=0))
+            if step % 7 == 0:
+                check_invariants(world.url, over=changed)
+        for owner, hold_id in live:
+            await owner.execute([settle(hold_id, 1)])
+        check_invariants(world.url, all_ended=True, over=changed)
+    finally:
+        for each in stores:
+            await each.close()
