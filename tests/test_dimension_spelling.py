@@ -46,6 +46,16 @@ MEASURES = {
     "output_tokens": "output-tokens",
     "cost_picos": "cost",
 }
+# Unit of an amount in the text of an alert, by the first word of the dimension.
+UNITS = {
+    "concurrent": " requests",
+    "requests": " 4 requests of 5 requests.",
+    "tokens": " 4 tokens of 5 tokens.",
+    "input": " 4 input tokens of 5 input tokens.",
+    "output": " 4 output tokens of 5 output tokens.",
+    "cost": " USD",
+    "prepaid": " USD",
+}
 SPELLINGS = {
     QuotaDimension.CONCURRENT_REQUESTS: "concurrent-requests",
     QuotaDimension.PREPAID_CREDIT_PICOS: "prepaid-credit",
@@ -91,6 +101,7 @@ def test_a_dimension_has_one_spelling_everywhere(dimension: QuotaDimension, spel
     assert client_error.quota is not None
     assert client_error.quota.dimension is weir_client.QuotaDimension(spelling)
     assert webhook["quota"]["dimension"] == spelling
+    assert UNITS[spelling.partition("-")[0]] in webhook["text"]
     assert read(weir_client.QuotaStatus, message).dimension == spelling
     assert dimension_of(types_pb2.QuotaDimension.Name(DIMENSION_NUMBERS[dimension])) == spelling
     for text in (status.message, answer, json.dumps(webhook)):

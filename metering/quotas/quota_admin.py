@@ -417,7 +417,8 @@ def _check_weights(dimension: QuotaDimension, weights: Weights) -> None:
     kind, _, counts_input, counts_output = DIMENSIONS[dimension]
     if kind is not Kind.TOKENS:
         raise InvalidValue(
-            "input_weight_milli", f"{dimension} does not count tokens: leave the weights out"
+            "input_weight_milli",
+            f"{dimension.spelling} does not count tokens: leave the weights out",
         )
     for name, weight, counts in zip(
         Weights._fields, weights, (counts_input, counts_input, counts_output), strict=True
@@ -429,7 +430,8 @@ def _check_weights(dimension: QuotaDimension, weights: Weights) -> None:
             )
         if not counts and weight != WEIGHT_SCALE:
             raise InvalidValue(
-                f"{name}_weight_milli", f"{dimension} does not count these tokens: leave it out"
+                f"{name}_weight_milli",
+                f"{dimension.spelling} does not count these tokens: leave it out",
             )
     scale = token_scale(dimension, weights)
     if scale is not None and not any(scale.factors):
@@ -497,10 +499,10 @@ def checked_percent_thresholds(
 ) -> tuple[int, ...]:
     """Validate and sort alert thresholds in percent; empty for no alerts. Raises: InvalidValue."""
     if thresholds and dimension not in ALERTING_DIMENSIONS:
-        alerting = ", ".join(str(each) for each in QuotaDimension if each in ALERTING_DIMENSIONS)
         raise InvalidValue(
             "alert_at",
-            f"a limit on {dimension} does not alert: leave it out; limits on {alerting} do",
+            f"a limit on {dimension.spelling} does not alert: leave it out; limits per day, week"
+            " and month do",
         )
     return _checked_thresholds(thresholds, PERCENT_MAX, "percent of the limit")
 

@@ -126,7 +126,7 @@ export interface Alert {
   readonly dimension: QuotaDimension;
   /** Percent of the limit used; for prepaid credit, remaining picos. */
   readonly threshold: number;
-  /** The limit in force at that time, in tokens or picos by dimension. */
+  /** The limit in force at that time, in requests, tokens or picos by dimension. */
   readonly limitValue: bigint;
   /** Usage at that time, without the holds of running requests. */
   readonly usedValue: bigint;

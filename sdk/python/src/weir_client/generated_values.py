@@ -186,7 +186,7 @@ class Alert(Value):
     threshold: int = 0
     """Percent of the limit used; for prepaid credit, remaining picos."""
     limit_value: int = 0
-    """The limit in force at that time, in tokens or picos by dimension."""
+    """The limit in force at that time, in requests, tokens or picos by dimension."""
     used_value: int = 0
     """Usage at that time, without the holds of running requests."""
     window_start_time: datetime | None = None
