@@ -72,7 +72,7 @@ def quota(dimension: QuotaDimension, value: int, used: int, requested: int) -> Q
 
 @cache
 def quota_examples() -> tuple[Exception, ...]:
-    """Return a refusal by each dimension, prepaid credit at the end."""
+    """Return a refusal by each measure and in each window, prepaid credit at the end."""
     credit = InsufficientCredit(
         [limit(QuotaDimension.PREPAID_CREDIT_PICOS, 10**12, 10**12 - 4 * 10**6)],
         [37 * 10**6],
@@ -88,6 +88,8 @@ def quota_examples() -> tuple[Exception, ...]:
         quota(QuotaDimension.TOKENS_PER_MONTH, 50_000, 0, 64_000),  # never fits
         quota(QuotaDimension.COST_PICOS_PER_DAY, 5 * 10**12, 4_999 * 10**9, 19 * 10**9),
         quota(QuotaDimension.COST_PICOS_PER_MONTH, 250 * 10**12, 250 * 10**12, 19 * 10**9),
+        quota(QuotaDimension.REQUESTS_PER_WEEK, 1000, 1000, 1),
+        quota(QuotaDimension.COST_PICOS_PER_HOUR, 10**12, 999 * 10**9, 19 * 10**9),
         credit,
     )
 

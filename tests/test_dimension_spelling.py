@@ -39,17 +39,31 @@ from metering.quotas.quotas import QuotaExceeded
 
 ROOT = Path(__file__).parent.parent
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
+MEASURES = {
+    "requests": "requests",
+    "tokens": "tokens",
+    "input_tokens": "input-tokens",
+    "output_tokens": "output-tokens",
+    "cost_picos": "cost",
+}
+# Unit of an amount in the text of an alert, by the first word of the dimension.
+UNITS = {
+    "concurrent": " requests",
+    "requests": " 4 requests of 5 requests.",
+    "tokens": " 4 tokens of 5 tokens.",
+    "input": " 4 input tokens of 5 input tokens.",
+    "output": " 4 output tokens of 5 output tokens.",
+    "cost": " USD",
+    "prepaid": " USD",
+}
 SPELLINGS = {
     QuotaDimension.CONCURRENT_REQUESTS: "concurrent-requests",
-    QuotaDimension.REQUESTS_PER_MINUTE: "requests-per-minute",
-    QuotaDimension.TOKENS_PER_MINUTE: "tokens-per-minute",
-    QuotaDimension.INPUT_TOKENS_PER_MINUTE: "input-tokens-per-minute",
-    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: "output-tokens-per-minute",
-    QuotaDimension.TOKENS_PER_DAY: "tokens-per-day",
-    QuotaDimension.TOKENS_PER_MONTH: "tokens-per-month",
-    QuotaDimension.COST_PICOS_PER_DAY: "cost-per-day",
-    QuotaDimension.COST_PICOS_PER_MONTH: "cost-per-month",
     QuotaDimension.PREPAID_CREDIT_PICOS: "prepaid-credit",
+} | {
+    QuotaDimension(f"{measure}_per_{window}"): f"{spelling}-per-{window}"
+    for measure, spelling in MEASURES.items()
+    for window in ("minute", "hour", "day", "week", "month")
+    if (measure, window) != ("cost_picos", "minute")
 }
 
 
@@ -87,6 +101,7 @@ def test_a_dimension_has_one_spelling_everywhere(dimension: QuotaDimension, spel
     assert client_error.quota is not None
     assert client_error.quota.dimension is weir_client.QuotaDimension(spelling)
     assert webhook["quota"]["dimension"] == spelling
+    assert UNITS[spelling.partition("-")[0]] in webhook["text"]
     assert read(weir_client.QuotaStatus, message).dimension == spelling
     assert dimension_of(types_pb2.QuotaDimension.Name(DIMENSION_NUMBERS[dimension])) == spelling
     for text in (status.message, answer, json.dumps(webhook)):

@@ -20,6 +20,7 @@ from api.core.errors import FieldViolation, InvalidRequest
 from api.core.statuses import as_sentence, doc_url_of
 from api.core.wire import DIMENSION_NUMBERS
 from metering.core.models import QuotaDimension
+from metering.quotas.quota_rules import DIMENSIONS, Kind
 
 # Non-standard status that proxies log for a closed connection; clients do not retry it.
 CLIENT_CLOSED = 499
@@ -128,12 +129,9 @@ WORDS = {
 INDEX = re.compile(r"\[\d+\]")
 REQUESTS, TOKENS = "requests", "tokens"
 COUNTED: Mapping[QuotaDimension, str] = {
-    QuotaDimension.REQUESTS_PER_MINUTE: REQUESTS,
-    QuotaDimension.TOKENS_PER_MINUTE: TOKENS,
-    QuotaDimension.INPUT_TOKENS_PER_MINUTE: TOKENS,
-    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: TOKENS,
-    QuotaDimension.TOKENS_PER_DAY: TOKENS,
-    QuotaDimension.TOKENS_PER_MONTH: TOKENS,
+    dimension: REQUESTS if kind is Kind.REQUESTS else TOKENS
+    for dimension, (kind, *_) in DIMENSIONS.items()
+    if kind in (Kind.REQUESTS, Kind.TOKENS)
 }
 # Limits that reset within a minute: rate limits for OpenAI; the others are quotas.
 RATES = {QuotaDimension.CONCURRENT_REQUESTS: REQUESTS} | {

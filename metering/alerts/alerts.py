@@ -42,8 +42,8 @@ from metering.tenants.four_eyes import ACTS, WIDENED, KeyAct, widened_fields
 
 ALERTS_MAX = 5_000  # per statement: thresholds may be set on very many limits at once
 STATEMENTS_MAX = 10  # per scan; the next one continues
-DAYS_BACK = 2  # complete days; older counters of days are deleted
-MONTHS_BACK = 1
+# Complete windows of each unit that are scanned; older counters of days are deleted.
+WINDOWS_BACK = {Unit.DAY: 2, Unit.WEEK: 1, Unit.MONTH: 1}
 # Requests that an enforced limit refuses exceed its rest, so that a limit is hardly ever used to
 # the last unit.
 USED_UP_MILLI = 995
@@ -499,8 +499,9 @@ def scanned_windows(now: datetime) -> list[tuple[QuotaDimension, datetime, datet
         (QuotaDimension.PREPAID_CREDIT_PICOS, NO_WINDOW, datetime.max.replace(tzinfo=now.tzinfo))
     ]
     for dimension in ALERTING_DIMENSIONS:
-        starts_at = window_start(dimension, now)
-        for _ in range(1 + (DAYS_BACK if DIMENSIONS[dimension][1] is Unit.DAY else MONTHS_BACK)):
+        starts_at, unit = window_start(dimension, now), DIMENSIONS[dimension][1]
+        assert unit is not None
+        for _ in range(1 + WINDOWS_BACK[unit]):
             ends_at = window_end(dimension, starts_at)
             assert ends_at is not None
             windows.append((dimension, starts_at, ends_at))

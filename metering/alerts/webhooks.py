@@ -60,6 +60,7 @@ from metering.core.errors import DatabaseUnavailable, InvalidValue, NotFound
 from metering.core.models import Organization, QuotaDimension
 from metering.core.money import to_decimal
 from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Kind, window_end
+from metering.quotas.quotas import counted, noun_of
 from metering.store.db import Sessions, database_now, lock_holder, try_lock
 from metering.tenants.tenants import find_organization
 
@@ -480,7 +481,7 @@ def text_of(listed: ListedAlert) -> str:
         return (
             f"{to_decimal(value):,.2f} {currency}"
             if DIMENSIONS[dimension][0] is Kind.MONEY
-            else f"{value:,} tokens"
+            else counted(value, noun_of(dimension))
         )
 
     if dimension is QuotaDimension.PREPAID_CREDIT_PICOS:

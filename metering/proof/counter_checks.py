@@ -26,21 +26,23 @@ HIGHER, LOWER = "greatest(w_output, w_reasoning)", "least(w_output, w_reasoning)
 
 # For each quota dimension: kind of charge, calendar unit of its window, and whether it counts
 # input and output tokens.
-DIMENSION_ROWS = """(VALUES
-    ('concurrent_requests', 'running', NULL, 0, 0),
-    ('requests_per_minute', 'requests', 'minute', 0, 0),
-    ('tokens_per_minute', 'tokens', 'minute', 1, 1),
-    ('input_tokens_per_minute', 'tokens', 'minute', 1, 0),
-    ('output_tokens_per_minute', 'tokens', 'minute', 0, 1),
-    ('tokens_per_day', 'tokens', 'day', 1, 1),
-    ('tokens_per_month', 'tokens', 'month', 1, 1),
-    ('cost_picos_per_day', 'money', 'day', 1, 1),
-    ('cost_picos_per_month', 'money', 'month', 1, 1),
-    ('prepaid_credit_picos', 'money', NULL, 1, 1)
+DIMENSION_ROWS = """(
+    SELECT measure || '_per_' || unit, charge, unit, counts_input, counts_output
+    FROM (VALUES
+        ('requests', 'requests', 0, 0),
+        ('tokens', 'tokens', 1, 1),
+        ('input_tokens', 'tokens', 1, 0),
+        ('output_tokens', 'tokens', 0, 1),
+        ('cost_picos', 'money', 1, 1)
+    ) AS m (measure, charge, counts_input, counts_output),
+    (VALUES ('minute'), ('hour'), ('day'), ('week'), ('month')) AS w (unit)
+    UNION ALL
+    VALUES ('concurrent_requests', 'running', NULL, 0, 0),
+           ('prepaid_credit_picos', 'money', NULL, 1, 1)
 ) AS d (dimension, charge, unit, counts_input, counts_output)"""
 
-# Age at which counters of months, and of minutes and days, are deleted.
-MONTHS_KEPT, DAYS_KEPT = "93 days", "2 days"
+# Age at which counters of months, of weeks, and of minutes, hours and days are deleted.
+MONTHS_KEPT, WEEKS_KEPT, DAYS_KEPT = "93 days", "16 days", "2 days"
 
 # A quota that an admin has set also counts usage from before it existed; any other counts only the
 # holds that are charged to it.
@@ -353,6 +355,7 @@ COUNTER_CHECKS = (
                        NOT r.audited
                        AND window_start >= now() - CASE r.unit
                            WHEN 'month' THEN interval '{MONTHS_KEPT}'
+                           WHEN 'week' THEN interval '{WEEKS_KEPT}'
                            ELSE interval '{DAYS_KEPT}' END
                    ) AS needs_counter
             FROM (

@@ -175,7 +175,7 @@ class Forecast:
             if index < len(self._ends) and max(self._ends[index], from_s) < self._end(start):
                 return max(self._ends[index], from_s)
             start = datetime.fromtimestamp(self._end(start), UTC)
-        # Clients told to retry tomorrow or next month get the first such window.
+        # Clients told to retry in an hour, tomorrow or later get the first such window.
         while self.rule.unit is Unit.MINUTE and self._reserved[start]:
             room = (self.rule.limit_at(start) or 0) // self.process_count - self._reserved[start]
             if amount <= room:

@@ -78,7 +78,9 @@ PERCENT_MAX = 1000
 LEFT_MAX_PICOS = 10**18  # a million units, the maximum of one grant
 THRESHOLDS_MAX = 10  # per limit; more alerts would not be acted on
 ALERTING_DIMENSIONS = frozenset(
-    dimension for dimension, (_, unit, *_) in DIMENSIONS.items() if unit in (Unit.DAY, Unit.MONTH)
+    dimension
+    for dimension, (_, unit, *_) in DIMENSIONS.items()
+    if unit in (Unit.DAY, Unit.WEEK, Unit.MONTH)
 )
 
 SUBJECT_TABLES: dict[QuotaSubject, type[Organization | Project | ApiKey]] = {
@@ -88,7 +90,7 @@ SUBJECT_TABLES: dict[QuotaSubject, type[Organization | Project | ApiKey]] = {
 }
 PAST_DAYS_KEPT = timedelta(days=2)
 # From the start of the window. Counters of a unit that is missing here are kept as those of days.
-PAST_KEPT = {Unit.MONTH: timedelta(days=93)}
+PAST_KEPT = {Unit.WEEK: timedelta(days=16), Unit.MONTH: timedelta(days=93)}
 # Finds them by the index on the start of the window, however many counters are kept.
 DELETE_PAST_COUNTERS = text("""
 WITH past AS (
@@ -435,7 +437,8 @@ def _check_weights(dimension: QuotaDimension, weights: Weights) -> None:
     kind, _, counts_input, counts_output = DIMENSIONS[dimension]
     if kind is not Kind.TOKENS:
         raise InvalidValue(
-            "input_weight_milli", f"{dimension} does not count tokens: leave the weights out"
+            "input_weight_milli",
+            f"{dimension.spelling} does not count tokens: leave the weights out",
         )
     for name, weight, counts in zip(
         Weights._fields, weights, (counts_input, counts_input, counts_output), strict=True
@@ -447,7 +450,8 @@ def _check_weights(dimension: QuotaDimension, weights: Weights) -> None:
             )
         if not counts and weight != WEIGHT_SCALE:
             raise InvalidValue(
-                f"{name}_weight_milli", f"{dimension} does not count these tokens: leave it out"
+                f"{name}_weight_milli",
+                f"{dimension.spelling} does not count these tokens: leave it out",
             )
     scale = token_scale(dimension, weights)
     if scale is not None and not any(scale.factors):
@@ -515,10 +519,10 @@ def checked_percent_thresholds(
 ) -> tuple[int, ...]:
     """Validate and sort alert thresholds in percent; empty for no alerts. Raises: InvalidValue."""
     if thresholds and dimension not in ALERTING_DIMENSIONS:
-        alerting = ", ".join(str(each) for each in QuotaDimension if each in ALERTING_DIMENSIONS)
         raise InvalidValue(
             "alert_at",
-            f"a limit on {dimension} does not alert: leave it out; limits on {alerting} do",
+            f"a limit on {dimension.spelling} does not alert: leave it out; limits per day, week"
+            " and month do",
         )
     return _checked_thresholds(thresholds, PERCENT_MAX, "percent of the limit")
 

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol, overload
 
 from metering.core.models import QuotaDimension, QuotaSubject
@@ -41,10 +41,15 @@ Tokens = tuple[int, int, int]
 
 
 class Unit(StrEnum):
-    """Calendar window (UTC) of a quota, named as in PostgreSQL's `date_trunc`."""
+    """Calendar window (UTC) of a quota, named as in PostgreSQL's `date_trunc`.
+
+    A week is the ISO week, which begins on Monday.
+    """
 
     MINUTE = "minute"
+    HOUR = "hour"
     DAY = "day"
+    WEEK = "week"
     MONTH = "month"
 
 
@@ -57,6 +62,16 @@ class Kind(StrEnum):
     MONEY = "money"
 
 
+class Measure(Enum):
+    """Measure of a dimension: kind of charge, and whether it counts input and output tokens."""
+
+    REQUESTS = Kind.REQUESTS, False, False
+    TOKENS = Kind.TOKENS, True, True
+    INPUT_TOKENS = Kind.TOKENS, True, False
+    OUTPUT_TOKENS = Kind.TOKENS, False, True
+    COST_PICOS = Kind.MONEY, True, True
+
+
 class Weights(NamedTuple):
     """Weight of a token of each kind, in thousandths."""
 
@@ -65,19 +80,19 @@ class Weights(NamedTuple):
     output: int = WEIGHT_SCALE
 
 
+def _measure_and_window(dimension: QuotaDimension) -> tuple[Kind, Unit | None, bool, bool]:
+    match dimension:
+        case QuotaDimension.CONCURRENT_REQUESTS:
+            return Kind.CONCURRENCY, None, False, False
+        case QuotaDimension.PREPAID_CREDIT_PICOS:
+            return Kind.MONEY, None, True, True
+    measure, _, unit = dimension.partition("_per_")
+    kind, counts_input, counts_output = Measure[measure.upper()].value
+    return kind, Unit(unit), counts_input, counts_output
+
+
 # Kind of charge and window of each dimension, and whether it counts input tokens and output tokens.
-DIMENSIONS: dict[QuotaDimension, tuple[Kind, Unit | None, bool, bool]] = {
-    QuotaDimension.CONCURRENT_REQUESTS: (Kind.CONCURRENCY, None, False, False),
-    QuotaDimension.REQUESTS_PER_MINUTE: (Kind.REQUESTS, Unit.MINUTE, False, False),
-    QuotaDimension.TOKENS_PER_MINUTE: (Kind.TOKENS, Unit.MINUTE, True, True),
-    QuotaDimension.INPUT_TOKENS_PER_MINUTE: (Kind.TOKENS, Unit.MINUTE, True, False),
-    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: (Kind.TOKENS, Unit.MINUTE, False, True),
-    QuotaDimension.TOKENS_PER_DAY: (Kind.TOKENS, Unit.DAY, True, True),
-    QuotaDimension.TOKENS_PER_MONTH: (Kind.TOKENS, Unit.MONTH, True, True),
-    QuotaDimension.COST_PICOS_PER_DAY: (Kind.MONEY, Unit.DAY, True, True),
-    QuotaDimension.COST_PICOS_PER_MONTH: (Kind.MONEY, Unit.MONTH, True, True),
-    QuotaDimension.PREPAID_CREDIT_PICOS: (Kind.MONEY, None, True, True),
-}
+DIMENSIONS = {dimension: _measure_and_window(dimension) for dimension in QuotaDimension}
 
 
 UNITS = (None, *Unit)  # in the order of `window_starts`
@@ -85,7 +100,7 @@ UNITS = (None, *Unit)  # in the order of `window_starts`
 
 @functools.lru_cache(maxsize=4096)  # a batch asks for the same few times repeatedly
 def window_starts(at: datetime) -> tuple[datetime, ...]:
-    """Compute when the windows (UTC) around `at` start: lifetime, minute, day, month.
+    """Compute when the windows (UTC) around `at` start: lifetime, then each `Unit`.
 
     Times of one minute get the same objects, which are found in dictionaries several times faster.
     """
@@ -106,10 +121,17 @@ def window_ends(at: datetime) -> tuple[datetime | None, ...]:
 @functools.lru_cache(maxsize=4096)
 def _windows(minutes: int) -> tuple[tuple[datetime, ...], tuple[datetime | None, ...]]:
     minute = NO_WINDOW + minutes * MINUTE
-    day = minute.replace(hour=0, minute=0)
-    month = day.replace(day=1)
-    ends = minute + MINUTE, day + timedelta(days=1), (month + timedelta(days=32)).replace(day=1)
-    return (NO_WINDOW, minute, day, month), (None, *ends)
+    hour = minute.replace(minute=0)
+    day = hour.replace(hour=0)
+    week, month = day - timedelta(days=day.weekday()), day.replace(day=1)
+    ends = (
+        minute + MINUTE,
+        hour + timedelta(hours=1),
+        day + timedelta(days=1),
+        week + timedelta(weeks=1),
+        (month + timedelta(days=32)).replace(day=1),
+    )
+    return (NO_WINDOW, minute, hour, day, week, month), (None, *ends)
 
 
 def window_end(dimension: QuotaDimension, at: datetime) -> datetime | None:

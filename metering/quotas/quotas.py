@@ -46,24 +46,19 @@ NO_LIMIT = -1  # of a row that may be incremented regardless of its usage
 def limit_text(state: QuotaState, requested: int, currency_code: str) -> str:
     """Describe a limit that a request exceeds: whose it is, its value, and the amount left."""
     name = subject_text(state)
-    kind, unit, counts_input, counts_output = DIMENSIONS[state.dimension]
+    kind, unit, *_ = DIMENSIONS[state.dimension]
     model = f" of {state.model}" if state.model else ""
     window = f" per {unit}" if unit else ""
     limit, remaining = state.limit_value, max(state.remaining, 0)
     match kind:
         case Kind.CONCURRENCY:
             text = f"{name} may run {counted(limit, 'request')}{model} at once"
-            done = f"has {state.used + state.held} running"
+            done = f"has {state.used + state.held:,} running"
         case Kind.REQUESTS:
             text = f"{name} may make {counted(limit, 'request')}{model}{window}"
-            done = f"has made {state.used + state.held}"
+            done = f"has made {state.used + state.held:,}"
         case Kind.TOKENS:
-            what = (
-                "token"
-                if counts_input and counts_output
-                else ("input token" if counts_input else "output token")
-            )
-            text = f"{name} may use {counted(limit, what)}{model}{window}"
+            text = f"{name} may use {counted(limit, noun_of(state.dimension))}{model}{window}"
             done = f"has {remaining:,} left; this request needs {requested:,}"
         case Kind.MONEY:
             amounts = (exact_text(each, currency_code) for each in (limit, remaining, requested))
@@ -87,6 +82,16 @@ def subject_text(state: QuotaState) -> str:
     scope = state.rule.scope_name
     within = f"project {scope}" if scope else "your organization"
     return f"{name} {state.rule.subject_name} of {within}"
+
+
+def noun_of(dimension: QuotaDimension) -> str:
+    """Name one unit of a dimension that does not count money."""
+    kind, _, counts_input, counts_output = DIMENSIONS[dimension]
+    if kind is not Kind.TOKENS:
+        return "request"
+    if counts_input and counts_output:
+        return "token"
+    return "input token" if counts_input else "output token"
 
 
 def counted(count: int, noun: str) -> str:

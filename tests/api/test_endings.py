@@ -116,17 +116,16 @@ def charged(charge: EndCharge, delivered: int) -> dict[str, int]:
     """Return the expected use of quotas after a request of 10 input tokens, 4 of them cached."""
     sent, received = 10 * charge.bills_input, delivered * charge.bills_output
     picos = charge.bills_input * (6 * 3 + 4 * 1) + received * 7
-    amounts = {
-        "requests_per_minute": int(charge.action in (Action.SETTLE, Action.UNCHANGED)),
-        "tokens_per_minute": sent + received,
-        "input_tokens_per_minute": sent,
-        "output_tokens_per_minute": received,
-        "tokens_per_day": sent + received,
-        "tokens_per_month": sent + received,
-        "cost_picos_per_day": picos,
-        "cost_picos_per_month": picos,
+    of_measure = {
+        "concurrent_requests": 0,
+        "requests": int(charge.action in (Action.SETTLE, Action.UNCHANGED)),
+        "tokens": sent + received,
+        "input_tokens": sent,
+        "output_tokens": received,
+        "cost_picos": picos,
         "prepaid_credit_picos": picos,
     }
+    amounts = {str(each): of_measure[each.partition("_per_")[0]] for each in QuotaDimension}
     return {name: amount for name, amount in amounts.items() if amount}
 
 

@@ -113,6 +113,9 @@ MESSAGES = (
     " 0.019 USD. Try again in 15 h.",
     "Your organization may spend 250.00 USD per month and has 0.00 USD left; this request may cost"
     " 0.019 USD. Try again in 4 days.",
+    "This API key may make 1,000 requests per week and has made 1,000. Try again in 3 days.",
+    "Your organization may spend 1.00 USD per hour and has 0.001 USD left; this request may cost"
+    " 0.019 USD. Try again in 30 min.",
     "Your organization has 0.000004 USD of prepaid credit left that no running request holds, and"
     " this request needs at least 0.000037 USD. Add credit; a retry will fail too.",
 )
@@ -123,11 +126,16 @@ def test_a_limit_is_named_with_its_value_and_the_time(error: Exception, message:
     assert status_of(error).message == message
 
 
-def test_every_dimension_has_its_message() -> None:
+def test_every_measure_and_every_window_has_its_message() -> None:
     quotas = [each for each in quota_examples() if isinstance(each, QuotaExceeded)]
     states = [state for each in quotas[:3] for state in each.failing]
 
-    assert {each.failing[0].dimension for each in quotas} == {*QuotaDimension}
+    measures, windows = (
+        {dimension.partition("_per_")[part] for dimension in QuotaDimension} for part in (0, 2)
+    )
+    shown = [each.failing[0].dimension.partition("_per_") for each in quotas]
+    assert {measure for measure, _, _ in shown} == measures
+    assert {window for _, _, window in shown} == windows
     assert " 2 other limits are in the way too." in str(QuotaExceeded(states, [1, 1, 1], "USD"))
 
 

@@ -41,7 +41,7 @@ def test_quotas_follow_the_order_of_the_contract() -> None:
     assert subjects == sorted(subjects)
     assert [
         types_pb2.QuotaDimension.Name(each.dimension).removeprefix("QUOTA_DIMENSION_").lower()
-        for each in reported[:10]
+        for each in reported[: len(QuotaDimension)]
     ] == [*QuotaDimension]
 
 

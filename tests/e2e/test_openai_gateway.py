@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from functools import partial
 from typing import Any, Literal
 
 import httpx2
@@ -594,3 +596,34 @@ async def test_prompts_of_a_request_fail_together_and_are_free(service: Service)
     assert refused.value.param == "prompt"
     await until(lambda: "held" not in service.database.holds(tenant), "the others to end")
     assert service.database.events(tenant) == []
+
+
+async def test_a_limit_per_week_refuses_until_monday_and_headers_show_the_tightest(
+    service: Service,
+) -> None:
+    tenant = await service.tenant(
+        {
+            QuotaDimension.REQUESTS_PER_HOUR: 50,
+            QuotaDimension.REQUESTS_PER_WEEK: 2,
+            QuotaDimension.INPUT_TOKENS_PER_WEEK: 10**6,
+            QuotaDimension.COST_PICOS_PER_WEEK: 10**15,
+        }
+    )
+    today = datetime.now(UTC).replace(hour=0, minute=0, second=0)
+    monday = today + timedelta(days=7 - today.weekday())
+
+    with connect(service, tenant.secret) as client:
+        ask = partial(client.chat.completions.with_raw_response.create, **HI)
+        left = [ask().headers["x-ratelimit-remaining-requests"] for _ in range(2)]
+        with pytest.raises(openai.RateLimitError) as refused:
+            ask()
+
+    assert left == ["1", "0"]
+    assert refused.value.code == "insufficient_quota"
+    assert "may make 2 requests per week and has made 2." in refused.value.message
+    headers = refused.value.response.headers
+    assert headers["x-ratelimit-limit-requests"] == "2"
+    assert headers["x-ratelimit-remaining-requests"] == "0"
+    retry_at = datetime.now(UTC) + timedelta(seconds=int(headers["retry-after"]))
+    assert abs(retry_at - monday) < timedelta(minutes=1), "some seconds into the next week"
+    await service.no_hold_left(tenant)

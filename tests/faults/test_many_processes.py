@@ -66,19 +66,16 @@ ROUND = 10  # concurrent requests that use up the rest of a limit
 
 # Amount of a limit that one request uses.
 COST_PICOS = INPUT_TOKENS * INPUT_PICOS + OUTPUT_TOKENS * OUTPUT_PICOS
-DEMAND = {
-    QuotaDimension.CONCURRENT_REQUESTS: 1,
-    QuotaDimension.REQUESTS_PER_MINUTE: 1,
-    QuotaDimension.TOKENS_PER_MINUTE: INPUT_TOKENS + OUTPUT_TOKENS,
-    QuotaDimension.INPUT_TOKENS_PER_MINUTE: INPUT_TOKENS,
-    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: OUTPUT_TOKENS,
-    QuotaDimension.TOKENS_PER_DAY: INPUT_TOKENS + OUTPUT_TOKENS,
-    QuotaDimension.TOKENS_PER_MONTH: INPUT_TOKENS + OUTPUT_TOKENS,
-    QuotaDimension.COST_PICOS_PER_DAY: COST_PICOS,
-    QuotaDimension.COST_PICOS_PER_MONTH: COST_PICOS,
-    QuotaDimension.PREPAID_CREDIT_PICOS: COST_PICOS,
+BY_MEASURE = {
+    "concurrent_requests": 1,
+    "requests": 1,
+    "tokens": INPUT_TOKENS + OUTPUT_TOKENS,
+    "input_tokens": INPUT_TOKENS,
+    "output_tokens": OUTPUT_TOKENS,
+    "cost_picos": COST_PICOS,
+    "prepaid_credit_picos": COST_PICOS,
 }
-assert set(DEMAND) == set(QuotaDimension), "every dimension is proved"
+DEMAND = {each: BY_MEASURE[each.partition("_per_")[0]] for each in QuotaDimension}
 USUAL = (
     QuotaDimension.CONCURRENT_REQUESTS,
     QuotaDimension.REQUESTS_PER_MINUTE,

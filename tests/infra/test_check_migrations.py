@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
+from alembic import command
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
 
@@ -152,3 +153,38 @@ def test_a_migration_that_fails_half_way_changes_nothing(postgres_server: str) -
 
         assert left == before
         assert "ledger_entries" in migrated_rows.columns_of(connection)
+
+
+def test_the_downgrade_forgets_limits_that_the_previous_code_does_not_know(
+    with_rows: tuple[str, migrated_rows.Connection],
+) -> None:
+    """With their counters and alerts; requests that run go on under their other limits."""
+    url, connection = with_rows
+    migrate(url)
+    connection.execute("""
+        WITH added AS (
+            INSERT INTO quotas (subject, subject_id, model, dimension, limit_value)
+            SELECT 'organization', id, '', 'requests_per_week', 5 FROM organizations LIMIT 1
+            RETURNING id, subject_id
+        ), counted AS (
+            INSERT INTO quota_counters (quota_id, window_start, used)
+            SELECT id, '2026-11-23', 1 FROM added
+        ), charged AS (
+            UPDATE holds SET quota_ids = quota_ids || added.id FROM added WHERE state = 'held'
+        )
+        INSERT INTO alerts (organization_id, quota_id, window_start, threshold, limit_value, used)
+        SELECT subject_id, id, '2026-11-23', 50, 5, 3 FROM added
+    """)
+    added = connection.execute("SELECT id FROM quotas WHERE dimension LIKE '%_week'").fetchall()
+    live = "SELECT id, {} FROM holds WHERE state = 'held' ORDER BY id"
+    without = live.format("array_remove(quota_ids, %s)")
+    expected = connection.execute(without, added[0]).fetchall()
+
+    command.downgrade(check_migrations.configuration(url), "0017")
+
+    assert expected
+    assert connection.execute(live.format("quota_ids")).fetchall() == expected
+    assert not connection.execute("SELECT FROM quotas WHERE id = %s", added[0]).fetchall()
+    with pytest.raises(psycopg.errors.RestrictViolation):
+        connection.execute("DELETE FROM alerts")
+    migrate(url)

@@ -338,7 +338,14 @@ def test_the_windows_of_a_query_end_where_the_next_begin() -> None:
         for dimension, starts_at, ends_at in windows
         if dimension is MONTH
     ]
+    weeks = [
+        (starts_at.date(), ends_at.date())
+        for dimension, starts_at, ends_at in windows
+        if dimension is QuotaDimension.REQUESTS_PER_WEEK
+    ]
     assert [ends_at for _, ends_at in days[1:]] == [starts_at for starts_at, _ in days[:-1]]
+    assert weeks == [(date(2027, 3, 1), date(2027, 3, 8)), (date(2027, 2, 22), date(2027, 3, 1))]
+    assert not any(dimension.endswith(("minute", "hour")) for dimension, _, _ in windows)
     assert len(days) == 3
     assert months == [(date(2027, 3, 1), date(2027, 4, 1)), (date(2027, 2, 1), date(2027, 3, 1))]
 

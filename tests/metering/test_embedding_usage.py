@@ -48,11 +48,10 @@ from tests.stripe_double.server import KEY, stripe_double
 
 OCTOBER = datetime(2025, 10, 10, 12, tzinfo=UTC)
 # Counts of each quota for a request with 12 tokens.
-WEIGHTS = dict.fromkeys(QuotaDimension, 12) | {
-    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: 0,
-    QuotaDimension.COST_PICOS_PER_DAY: 12 * EMBEDDING_PICOS,
-    QuotaDimension.COST_PICOS_PER_MONTH: 12 * EMBEDDING_PICOS,
-    QuotaDimension.PREPAID_CREDIT_PICOS: 12 * EMBEDDING_PICOS,
+REQUESTS = [each for each in QuotaDimension if each.startswith("requests_per_")]
+WEIGHTS = {
+    each: 12 * EMBEDDING_PICOS if "picos" in each else 0 if "output" in each else 12
+    for each in QuotaDimension
 }
 
 
@@ -78,11 +77,11 @@ async def test_an_embedding_counts_as_input_and_settles_as_embedded(world: HoldW
     assert admitted.leased_token_count == 0
     assert held == WEIGHTS | {
         QuotaDimension.CONCURRENT_REQUESTS: 1,
-        QuotaDimension.REQUESTS_PER_MINUTE: 0,
+        **dict.fromkeys(REQUESTS, 0),
     }
     assert used == WEIGHTS | {
         QuotaDimension.CONCURRENT_REQUESTS: 0,
-        QuotaDimension.REQUESTS_PER_MINUTE: 1,
+        **dict.fromkeys(REQUESTS, 1),
     }
     assert settled == Settled(op.hold_id, 0, 0, 0, 0, 0, 12 * EMBEDDING_PICOS, "USD", "stop", 12)
     [receipt] = settled.receipts

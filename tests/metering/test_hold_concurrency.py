@@ -23,7 +23,7 @@ from metering.core.errors import (
 )
 from metering.core.models import Outcome, QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.holds import operations
-from metering.quotas.quota_admin import set_quota
+from metering.quotas.quota_admin import SUBJECT_TABLES, set_quota
 from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.hold_world import (
@@ -38,18 +38,17 @@ from tests.metering.hold_world import (
 )
 from tests.metering.invariants import check_invariants
 
-ROOM_FOR_50 = {
-    QuotaDimension.CONCURRENT_REQUESTS: 50,
-    QuotaDimension.REQUESTS_PER_MINUTE: 50,
-    QuotaDimension.TOKENS_PER_MINUTE: 50 * 30,
-    QuotaDimension.INPUT_TOKENS_PER_MINUTE: 50 * 10,
-    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: 50 * 20,
-    QuotaDimension.TOKENS_PER_DAY: 50 * 30,
-    QuotaDimension.TOKENS_PER_MONTH: 50 * 30,
-    QuotaDimension.COST_PICOS_PER_DAY: 50 * (10 * INPUT_PICOS + 20 * OUTPUT_PICOS),
-    QuotaDimension.PREPAID_CREDIT_PICOS: 50 * (10 * INPUT_PICOS + 20 * OUTPUT_PICOS),
-    QuotaDimension.COST_PICOS_PER_MONTH: 50 * (10 * INPUT_PICOS + 20 * OUTPUT_PICOS),
+# Each request has 10 tokens of input and 20 of output.
+AMOUNTS = {
+    "concurrent_requests": 1,
+    "requests": 1,
+    "tokens": 30,
+    "input_tokens": 10,
+    "output_tokens": 20,
+    "cost_picos": 10 * INPUT_PICOS + 20 * OUTPUT_PICOS,
+    "prepaid_credit_picos": 10 * INPUT_PICOS + 20 * OUTPUT_PICOS,
 }
+ROOM_FOR_50 = {each: 50 * AMOUNTS[each.partition("_per_")[0]] for each in QuotaDimension}
 SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2,3").split(",")]
 
 
@@ -222,17 +221,17 @@ async def test_invariants_hold_under_any_mix_of_operations_from_several_processe
     payers.append(replace(payers[0], api_key_id=world.key(payers[0].project_id)))
     limits = dict.fromkeys(QuotaDimension, 900) | {
         QuotaDimension.CONCURRENT_REQUESTS: 12,
-        QuotaDimension.REQUESTS_PER_MINUTE: 25,
-        QuotaDimension.COST_PICOS_PER_DAY: 6_000,
         QuotaDimension.PREPAID_CREDIT_PICOS: 9_000,
-        QuotaDimension.COST_PICOS_PER_MONTH: 6_000,
     }
+    for each in QuotaDimension:
+        if each.startswith(("requests_per_", "cost_")):
+            limits[each] = 25 if each.startswith("requests") else 6_000
     for payer in payers[:3]:
         for dimension in QuotaDimension:
             if chance.random() < 0.7:
                 limit, subject = (
                     limits[dimension] // chance.choice([1, 2]),
-                    chance.choice(list(QuotaSubject)),
+                    chance.choice(list(SUBJECT_TABLES)),
                 )
                 quota_id = world.quota(payer, dimension, limit, subject=subject)
                 weights = (

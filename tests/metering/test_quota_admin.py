@@ -156,6 +156,10 @@ async def test_only_unreachable_counters_are_gone(sessions: Sessions, customer: 
             (QuotaDimension.TOKENS_PER_MINUTE, timedelta(days=3), 0),
             (QuotaDimension.TOKENS_PER_MINUTE, timedelta(days=4), 1),
             (QuotaDimension.TOKENS_PER_MINUTE, timedelta(hours=1), 0),
+            (QuotaDimension.REQUESTS_PER_HOUR, timedelta(hours=30), 0),
+            (QuotaDimension.REQUESTS_PER_HOUR, timedelta(days=3), 0),
+            (QuotaDimension.TOKENS_PER_WEEK, timedelta(days=8), 0),
+            (QuotaDimension.TOKENS_PER_WEEK, timedelta(days=24), 0),
             (QuotaDimension.TOKENS_PER_MONTH, timedelta(days=40), 0),
             (QuotaDimension.TOKENS_PER_MONTH, timedelta(days=140), 0),
             (QuotaDimension.CONCURRENT_REQUESTS, timedelta(days=20_000), 0),
@@ -179,13 +183,15 @@ async def test_only_unreachable_counters_are_gone(sessions: Sessions, customer: 
             await session.scalar(text("SELECT count(*) FROM rule_changes"))
             == (change_count + 1) // 2
         )
-        assert deleted_count == 2, (
-            "one in the first call, which may delete one; the other in the calls until none is left"
+        assert deleted_count == 4, (
+            "one in the first call, which may delete one; the rest in the calls until none is left"
         )
         left = {(row.quota_id, row.held) for row in await session.scalars(select(QuotaCounter))}
     assert left == {
         (quotas[QuotaDimension.TOKENS_PER_MINUTE].quota_id, 1),
         (quotas[QuotaDimension.TOKENS_PER_MINUTE].quota_id, 0),
+        (quotas[QuotaDimension.REQUESTS_PER_HOUR].quota_id, 0),
+        (quotas[QuotaDimension.TOKENS_PER_WEEK].quota_id, 0),
         (quotas[QuotaDimension.TOKENS_PER_MONTH].quota_id, 0),
         (quotas[QuotaDimension.CONCURRENT_REQUESTS].quota_id, 0),
     }

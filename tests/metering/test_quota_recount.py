@@ -134,6 +134,13 @@ async def test_a_new_limit_counts_what_was_used_and_is_held_in_its_window(
     assert reported[QuotaDimension.INPUT_TOKENS_PER_MINUTE] == (10 + 10, 10)
     assert reported[QuotaDimension.OUTPUT_TOKENS_PER_MINUTE] == (7 + 25 + 5, 36 + 20)
     assert reported[QuotaDimension.TOKENS_PER_DAY] == (57 + 30 + 19, 66)
+    for measure in ("requests", "tokens", "input_tokens", "output_tokens", "cost_picos"):
+        # At noon on a Friday, usage before this minute belongs to this hour, day, week and month.
+        longer = {
+            reported[QuotaDimension(f"{measure}_per_{unit}")]
+            for unit in ("hour", "day", "week", "month")
+        }
+        assert len(longer) == 1, measure
     check_invariants(world.url)
 
 
@@ -266,11 +273,7 @@ async def test_limits_set_in_any_order_while_requests_run_are_exact_at_every_com
             nonlocal made
             dimension = chance.choice(SETTABLE)
             weights = Weights(*(chance.choice([0, 250, 1000, 3000]) for _ in range(3)))
-            plain = dimension not in (
-                QuotaDimension.TOKENS_PER_MINUTE,
-                QuotaDimension.TOKENS_PER_DAY,
-                QuotaDimension.TOKENS_PER_MONTH,
-            )
+            plain = not dimension.startswith("tokens_per_")
             state = await set_limit(
                 sessions,
                 chance.choice(payers),

@@ -44,31 +44,25 @@ FREE_OUTPUT = TokenPrices(
 WEIGHTS = st.builds(Weights, *(st.sampled_from([0, 1, 100, 250, 333, 1000, 1500, 4000]),) * 3)
 START = datetime(2027, 2, 28, 23, 58, 30, tzinfo=UTC)
 SUBJECT_COUNT = 3
-MINUTE, DAY, MONTH = "%Y-%m-%d %H:%M", "%Y-%m-%d", "%Y-%m"
+WINDOWS = {
+    "minute": "%Y-%m-%d %H:%M",
+    "hour": "%Y-%m-%d %H",
+    "day": "%Y-%m-%d",
+    "week": "%G-W%V",
+    "month": "%Y-%m",
+}
 LABELS = {
-    QuotaDimension.CONCURRENT_REQUESTS: "always",
-    QuotaDimension.REQUESTS_PER_MINUTE: MINUTE,
-    QuotaDimension.TOKENS_PER_MINUTE: MINUTE,
-    QuotaDimension.INPUT_TOKENS_PER_MINUTE: MINUTE,
-    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: MINUTE,
-    QuotaDimension.TOKENS_PER_DAY: DAY,
-    QuotaDimension.TOKENS_PER_MONTH: MONTH,
-    QuotaDimension.COST_PICOS_PER_DAY: DAY,
-    QuotaDimension.COST_PICOS_PER_MONTH: MONTH,
-    QuotaDimension.PREPAID_CREDIT_PICOS: "for ever",
+    dimension: WINDOWS[dimension.rpartition("_per_")[2]] if "_per_" in dimension else "for ever"
+    for dimension in QuotaDimension
 }
+REQUESTS = [dimension for dimension in QuotaDimension if dimension.startswith("requests_per_")]
 TOKEN_KINDS = {  # input and output tokens that a dimension counts
-    QuotaDimension.TOKENS_PER_MINUTE: (1, 1),
-    QuotaDimension.INPUT_TOKENS_PER_MINUTE: (1, 0),
-    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: (0, 1),
-    QuotaDimension.TOKENS_PER_DAY: (1, 1),
-    QuotaDimension.TOKENS_PER_MONTH: (1, 1),
+    dimension: counts
+    for prefix, counts in (("tokens", (1, 1)), ("input_tokens", (1, 0)), ("output_tokens", (0, 1)))
+    for dimension in QuotaDimension
+    if dimension.startswith(f"{prefix}_per_")
 }
-MONEY = (
-    QuotaDimension.COST_PICOS_PER_DAY,
-    QuotaDimension.COST_PICOS_PER_MONTH,
-    QuotaDimension.PREPAID_CREDIT_PICOS,
-)
+MONEY = [dimension for dimension in QuotaDimension if "picos" in dimension]
 
 Box = tuple[uuid.UUID, str]  # a quota and the name of a window
 
@@ -127,7 +121,7 @@ class ModelClaim:
         """Return the held amount of a quota while it lives with this lease."""
         if rule.dimension is QuotaDimension.CONCURRENT_REQUESTS:
             return 1
-        if rule.dimension is QuotaDimension.REQUESTS_PER_MINUTE:
+        if rule.dimension in REQUESTS:
             return 0
         if self.posted_output is not None:
             return self.weight(rule, self.sent, self.cached, leased) - self.posted(rule)
@@ -161,7 +155,7 @@ class Model:
         found = []
         for rule in charge.rules:
             requested = charge.holds(rule, leased)
-            if rule.dimension is QuotaDimension.REQUESTS_PER_MINUTE:
+            if rule.dimension in REQUESTS:
                 requested = 1
             if extending and rule.dimension not in (*TOKEN_KINDS, *MONEY):
                 continue
@@ -219,9 +213,7 @@ class QuotaMachine(RuleBasedStateMachine):
         ids = random.Random(data.draw(st.integers(0, 2**32), label="ids"))
         self.subjects = [uuid.UUID(int=ids.getrandbits(128)) for _ in range(SUBJECT_COUNT)]
         limits = {dimension: st.integers(0, 120) for dimension in QuotaDimension}
-        limits[QuotaDimension.CONCURRENT_REQUESTS] = limits[QuotaDimension.REQUESTS_PER_MINUTE] = (
-            st.integers(0, 4)
-        )
+        limits |= dict.fromkeys((QuotaDimension.CONCURRENT_REQUESTS, *REQUESTS), st.integers(0, 4))
         limits |= dict.fromkeys(MONEY, st.integers(0, 800))
         chosen = data.draw(
             st.lists(
@@ -300,7 +292,7 @@ class QuotaMachine(RuleBasedStateMachine):
         expected.charge = answer
         self.model.charges.append(expected)
         for rule in rules:
-            if rule.dimension is QuotaDimension.REQUESTS_PER_MINUTE:
+            if rule.dimension in REQUESTS:
                 self.model.postings.append((box(rule, self.now), 1))
 
     def check_refusal(
@@ -315,7 +307,7 @@ class QuotaMachine(RuleBasedStateMachine):
         ends = [state.resets_at or datetime.min.replace(tzinfo=UTC) for state in answer.failing]
         assert ends == sorted(ends), "the first to reset stands in front"
         first = next(rule for rule in failing if rule.id == answer.failing[0].quota_id)
-        is_rate = first.dimension is QuotaDimension.REQUESTS_PER_MINUTE
+        is_rate = first.dimension in REQUESTS
         assert answer.requested[0] == (1 if is_rate else expected.holds(first, leased))
         assert all(state.rule.enforced for state in answer.failing)
 
@@ -406,7 +398,7 @@ class QuotaMachine(RuleBasedStateMachine):
             )
             self.model.postings += [(key, -amount) for key, amount in model.postings]
             for rule in model.rules:
-                if rule.dimension is QuotaDimension.REQUESTS_PER_MINUTE:
+                if rule.dimension in REQUESTS:
                     self.model.postings.append((box(rule, model.admitted_at), -1))
             return
         if how == "expire":
@@ -439,7 +431,7 @@ class QuotaMachine(RuleBasedStateMachine):
         number, start = key
         return next(box(rule, start) for rule in self.limits if rule.id.int == number)
 
-    @act(by=st.sampled_from([0.001, 1, 29, 30, 59.999, 60, 3600, 86_400, 31 * 86_400]))
+    @act(by=st.sampled_from([0.001, 1, 29, 30, 59.999, 60, 3600, 86_400, 7 * 86_400, 31 * 86_400]))
     def time_passes(self, by: float) -> None:
         self.now += timedelta(seconds=by)
 
@@ -496,19 +488,79 @@ def test_a_window_contains_its_moment_and_the_next_one_begins_where_it_ends(
     assert window_start(dimension, end - timedelta(microseconds=1)) == start
 
 
+# A moment as a person writes it in some time zone, and the windows that contain it, in UTC.
+CALENDAR = [
+    # The leap day ends while India has the first of March; its week began in February.
+    (
+        "2028-03-01T04:28:00.5+05:30",
+        {
+            "minute": ("2028-02-29 22:58", "2028-02-29 22:59"),
+            "hour": ("2028-02-29 22:00", "2028-02-29 23:00"),
+            "day": ("2028-02-29", "2028-03-01"),
+            "week": ("2028-02-28", "2028-03-06"),
+            "month": ("2028-02-01", "2028-03-01"),
+        },
+    ),
+    # The week of a new year's first days begins in the year before.
+    (
+        "2026-12-31T23:59:59.999999Z",
+        {
+            "minute": ("2026-12-31 23:59", "2027-01-01"),
+            "hour": ("2026-12-31 23:00", "2027-01-01"),
+            "day": ("2026-12-31", "2027-01-01"),
+            "week": ("2026-12-28", "2027-01-04"),
+            "month": ("2026-12-01", "2027-01-01"),
+        },
+    ),
+    # Without a leap day; the last moment of a Sunday is the first of March in Tokyo.
+    ("2027-03-01T08:59:59+09:00", {"week": ("2027-02-22", "2027-03-01")}),
+    ("2027-03-01T09:00:00+09:00", {"week": ("2027-03-01", "2027-03-08")}),
+    # Europe's clocks skip an hour that morning: the day, the week and the hour stay whole.
+    (
+        "2027-03-28T03:00:00+02:00",
+        {
+            "hour": ("2027-03-28 01:00", "2027-03-28 02:00"),
+            "day": ("2027-03-28", "2027-03-29"),
+            "week": ("2027-03-22", "2027-03-29"),
+        },
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("dimension", "start", "end"),
+    ("moment", "unit", "start", "end"),
     [
-        (QuotaDimension.TOKENS_PER_MINUTE, "2028-02-29 22:58+00:00", "2028-02-29 22:59+00:00"),
-        (QuotaDimension.TOKENS_PER_DAY, "2028-02-29 00:00+00:00", "2028-03-01 00:00+00:00"),
-        (QuotaDimension.TOKENS_PER_MONTH, "2028-02-01 00:00+00:00", "2028-03-01 00:00+00:00"),
+        (moment, unit, start, end)
+        for moment, windows in CALENDAR
+        for unit, (start, end) in windows.items()
     ],
 )
-def test_windows_follow_the_utc_calendar(dimension: QuotaDimension, start: str, end: str) -> None:
-    in_india = datetime.fromisoformat("2028-03-01T04:28:00.5+05:30")
+def test_windows_follow_the_utc_calendar(moment: str, unit: str, start: str, end: str) -> None:
+    at = datetime.fromisoformat(moment)
+    of_unit = [each for each in QuotaDimension if each.endswith(f"_per_{unit}")]
 
-    assert window_start(dimension, in_india) == datetime.fromisoformat(start)
-    assert window_end(dimension, in_india) == datetime.fromisoformat(end)
+    windows = {(window_start(each, at), window_end(each, at)) for each in of_unit}
+
+    assert of_unit
+    assert windows == {
+        tuple(datetime.fromisoformat(each).replace(tzinfo=UTC) for each in (start, end))
+    }
+
+
+@given(
+    st.datetimes(datetime(2000, 1, 1), datetime(2100, 1, 1)),
+    st.sampled_from(QuotaDimension),
+)
+def test_a_window_has_the_name_that_the_calendar_gives_it(
+    at: datetime, dimension: QuotaDimension
+) -> None:
+    moment, name = at.replace(tzinfo=UTC), LABELS[dimension]
+    start, end = window_start(dimension, moment), window_end(dimension, moment)
+    if end is not None:
+        before = start - timedelta(microseconds=1)
+
+        assert start.strftime(name) == moment.strftime(name) != before.strftime(name)
+        assert end.strftime(name) != moment.strftime(name)
 
 
 def test_the_retry_after_covers_every_exhausted_limit() -> None:

@@ -959,8 +959,8 @@ class SetQuotaRequest(_message.Message):
     """
     @_builtins.property
     def alert_at(self) -> _types_pb2.AlertThresholds:
-        """Percentages that trigger an alert. Unset: unchanged; for a new limit on tokens or money per day
-        or month 50, 80 and 100, none for any other. INVALID_ARGUMENT for limits per minute and on
+        """Percentages that trigger an alert. Unset: unchanged; for a new limit per day, week or month 50,
+        80 and 100, none for any other. INVALID_ARGUMENT for limits per minute or hour and on
         concurrency.
         """
 

@@ -97,7 +97,7 @@ class Alert(_message.Message):
     threshold: _builtins.int
     """Percent of the limit used; for prepaid credit, remaining picos."""
     limit_value: _builtins.int
-    """The limit in force at that time, in tokens or picos by dimension."""
+    """The limit in force at that time, in requests, tokens or picos by dimension."""
     used_value: _builtins.int
     """Usage at that time, without the holds of running requests."""
     currency_code: _builtins.str

@@ -278,7 +278,7 @@ class QuotaConfiguration(_message.Message):
 
     @_builtins.property
     def alert_at(self) -> _types_pb2.AlertThresholds:
-        """Percentages that trigger an alert. Unset: 50, 80 and 100 for tokens or money per day or month,
+        """Percentages that trigger an alert. Unset: 50, 80 and 100 for limits per day, week or month,
         none for others.
         """
 

@@ -129,20 +129,52 @@ class _QuotaDimensionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QuotaD
     """Concurrent requests."""
     QUOTA_DIMENSION_REQUESTS_PER_MINUTE: _QuotaDimension.ValueType  # 2
     """Requests admitted in a calendar minute."""
+    QUOTA_DIMENSION_REQUESTS_PER_HOUR: _QuotaDimension.ValueType  # 11
+    """Requests admitted in a calendar hour, UTC."""
+    QUOTA_DIMENSION_REQUESTS_PER_DAY: _QuotaDimension.ValueType  # 16
+    """Requests admitted in a calendar day, UTC."""
+    QUOTA_DIMENSION_REQUESTS_PER_WEEK: _QuotaDimension.ValueType  # 19
+    """Requests admitted in an ISO week, from Monday, UTC."""
+    QUOTA_DIMENSION_REQUESTS_PER_MONTH: _QuotaDimension.ValueType  # 24
+    """Requests admitted in a calendar month, UTC."""
     QUOTA_DIMENSION_TOKENS_PER_MINUTE: _QuotaDimension.ValueType  # 3
     """Input and output tokens in a calendar minute, by their weights."""
+    QUOTA_DIMENSION_TOKENS_PER_HOUR: _QuotaDimension.ValueType  # 12
+    """Input and output tokens in a calendar hour, UTC, by their weights."""
     QUOTA_DIMENSION_TOKENS_PER_DAY: _QuotaDimension.ValueType  # 4
     """Input and output tokens in a calendar day, UTC, by their weights."""
+    QUOTA_DIMENSION_TOKENS_PER_WEEK: _QuotaDimension.ValueType  # 20
+    """Input and output tokens in an ISO week, from Monday, UTC, by their weights."""
     QUOTA_DIMENSION_TOKENS_PER_MONTH: _QuotaDimension.ValueType  # 5
     """Input and output tokens in a calendar month, UTC, by their weights."""
-    QUOTA_DIMENSION_COST_PICOS_PER_MONTH: _QuotaDimension.ValueType  # 6
-    """Money in a calendar month, UTC; the limit is in picos of the organization's currency."""
     QUOTA_DIMENSION_INPUT_TOKENS_PER_MINUTE: _QuotaDimension.ValueType  # 7
     """Input tokens in a calendar minute, by their weights."""
+    QUOTA_DIMENSION_INPUT_TOKENS_PER_HOUR: _QuotaDimension.ValueType  # 13
+    """Input tokens in a calendar hour, UTC, by their weights."""
+    QUOTA_DIMENSION_INPUT_TOKENS_PER_DAY: _QuotaDimension.ValueType  # 17
+    """Input tokens in a calendar day, UTC, by their weights."""
+    QUOTA_DIMENSION_INPUT_TOKENS_PER_WEEK: _QuotaDimension.ValueType  # 21
+    """Input tokens in an ISO week, from Monday, UTC, by their weights."""
+    QUOTA_DIMENSION_INPUT_TOKENS_PER_MONTH: _QuotaDimension.ValueType  # 25
+    """Input tokens in a calendar month, UTC, by their weights."""
     QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MINUTE: _QuotaDimension.ValueType  # 8
     """Output tokens in a calendar minute, by their weight."""
+    QUOTA_DIMENSION_OUTPUT_TOKENS_PER_HOUR: _QuotaDimension.ValueType  # 14
+    """Output tokens in a calendar hour, UTC, by their weight."""
+    QUOTA_DIMENSION_OUTPUT_TOKENS_PER_DAY: _QuotaDimension.ValueType  # 18
+    """Output tokens in a calendar day, UTC, by their weight."""
+    QUOTA_DIMENSION_OUTPUT_TOKENS_PER_WEEK: _QuotaDimension.ValueType  # 22
+    """Output tokens in an ISO week, from Monday, UTC, by their weight."""
+    QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MONTH: _QuotaDimension.ValueType  # 26
+    """Output tokens in a calendar month, UTC, by their weight."""
+    QUOTA_DIMENSION_COST_PICOS_PER_HOUR: _QuotaDimension.ValueType  # 15
+    """Money in a calendar hour, UTC; the limit is in picos of the organization's currency."""
     QUOTA_DIMENSION_COST_PICOS_PER_DAY: _QuotaDimension.ValueType  # 9
     """Money in a calendar day, UTC; the limit is in picos of the organization's currency."""
+    QUOTA_DIMENSION_COST_PICOS_PER_WEEK: _QuotaDimension.ValueType  # 23
+    """Money in an ISO week, from Monday, UTC; the limit is in picos of the organization's currency."""
+    QUOTA_DIMENSION_COST_PICOS_PER_MONTH: _QuotaDimension.ValueType  # 6
+    """Money in a calendar month, UTC; the limit is in picos of the organization's currency."""
     QUOTA_DIMENSION_PREPAID_CREDIT_PICOS: _QuotaDimension.ValueType  # 10
     """Credit of a prepaid organization. It cannot be set: it follows from credit grants. The limit is
     the usage before this month plus the credit that this month may spend, in picos; its remainder
@@ -158,20 +190,52 @@ QUOTA_DIMENSION_CONCURRENT_REQUESTS: QuotaDimension.ValueType  # 1
 """Concurrent requests."""
 QUOTA_DIMENSION_REQUESTS_PER_MINUTE: QuotaDimension.ValueType  # 2
 """Requests admitted in a calendar minute."""
+QUOTA_DIMENSION_REQUESTS_PER_HOUR: QuotaDimension.ValueType  # 11
+"""Requests admitted in a calendar hour, UTC."""
+QUOTA_DIMENSION_REQUESTS_PER_DAY: QuotaDimension.ValueType  # 16
+"""Requests admitted in a calendar day, UTC."""
+QUOTA_DIMENSION_REQUESTS_PER_WEEK: QuotaDimension.ValueType  # 19
+"""Requests admitted in an ISO week, from Monday, UTC."""
+QUOTA_DIMENSION_REQUESTS_PER_MONTH: QuotaDimension.ValueType  # 24
+"""Requests admitted in a calendar month, UTC."""
 QUOTA_DIMENSION_TOKENS_PER_MINUTE: QuotaDimension.ValueType  # 3
 """Input and output tokens in a calendar minute, by their weights."""
+QUOTA_DIMENSION_TOKENS_PER_HOUR: QuotaDimension.ValueType  # 12
+"""Input and output tokens in a calendar hour, UTC, by their weights."""
 QUOTA_DIMENSION_TOKENS_PER_DAY: QuotaDimension.ValueType  # 4
 """Input and output tokens in a calendar day, UTC, by their weights."""
+QUOTA_DIMENSION_TOKENS_PER_WEEK: QuotaDimension.ValueType  # 20
+"""Input and output tokens in an ISO week, from Monday, UTC, by their weights."""
 QUOTA_DIMENSION_TOKENS_PER_MONTH: QuotaDimension.ValueType  # 5
 """Input and output tokens in a calendar month, UTC, by their weights."""
-QUOTA_DIMENSION_COST_PICOS_PER_MONTH: QuotaDimension.ValueType  # 6
-"""Money in a calendar month, UTC; the limit is in picos of the organization's currency."""
 QUOTA_DIMENSION_INPUT_TOKENS_PER_MINUTE: QuotaDimension.ValueType  # 7
 """Input tokens in a calendar minute, by their weights."""
+QUOTA_DIMENSION_INPUT_TOKENS_PER_HOUR: QuotaDimension.ValueType  # 13
+"""Input tokens in a calendar hour, UTC, by their weights."""
+QUOTA_DIMENSION_INPUT_TOKENS_PER_DAY: QuotaDimension.ValueType  # 17
+"""Input tokens in a calendar day, UTC, by their weights."""
+QUOTA_DIMENSION_INPUT_TOKENS_PER_WEEK: QuotaDimension.ValueType  # 21
+"""Input tokens in an ISO week, from Monday, UTC, by their weights."""
+QUOTA_DIMENSION_INPUT_TOKENS_PER_MONTH: QuotaDimension.ValueType  # 25
+"""Input tokens in a calendar month, UTC, by their weights."""
 QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MINUTE: QuotaDimension.ValueType  # 8
 """Output tokens in a calendar minute, by their weight."""
+QUOTA_DIMENSION_OUTPUT_TOKENS_PER_HOUR: QuotaDimension.ValueType  # 14
+"""Output tokens in a calendar hour, UTC, by their weight."""
+QUOTA_DIMENSION_OUTPUT_TOKENS_PER_DAY: QuotaDimension.ValueType  # 18
+"""Output tokens in a calendar day, UTC, by their weight."""
+QUOTA_DIMENSION_OUTPUT_TOKENS_PER_WEEK: QuotaDimension.ValueType  # 22
+"""Output tokens in an ISO week, from Monday, UTC, by their weight."""
+QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MONTH: QuotaDimension.ValueType  # 26
+"""Output tokens in a calendar month, UTC, by their weight."""
+QUOTA_DIMENSION_COST_PICOS_PER_HOUR: QuotaDimension.ValueType  # 15
+"""Money in a calendar hour, UTC; the limit is in picos of the organization's currency."""
 QUOTA_DIMENSION_COST_PICOS_PER_DAY: QuotaDimension.ValueType  # 9
 """Money in a calendar day, UTC; the limit is in picos of the organization's currency."""
+QUOTA_DIMENSION_COST_PICOS_PER_WEEK: QuotaDimension.ValueType  # 23
+"""Money in an ISO week, from Monday, UTC; the limit is in picos of the organization's currency."""
+QUOTA_DIMENSION_COST_PICOS_PER_MONTH: QuotaDimension.ValueType  # 6
+"""Money in a calendar month, UTC; the limit is in picos of the organization's currency."""
 QUOTA_DIMENSION_PREPAID_CREDIT_PICOS: QuotaDimension.ValueType  # 10
 """Credit of a prepaid organization. It cannot be set: it follows from credit grants. The limit is
 the usage before this month plus the credit that this month may spend, in picos; its remainder

@@ -210,8 +210,8 @@ export interface SetQuotaOptions extends CallOptionsOf {
   /** Thousandths that an output token counts. */
   readonly outputWeightMilli?: number | bigint | undefined;
   /**
-   * Percentages that trigger an alert. Unset: unchanged; for a new limit on tokens or money per day
-   * or month 50, 80 and 100, none for any other. InvalidRequest for limits per minute and on
+   * Percentages that trigger an alert. Unset: unchanged; for a new limit per day, week or month 50,
+   * 80 and 100, none for any other. InvalidRequest for limits per minute or hour and on
    * concurrency.
    */
   readonly alertAt?: readonly number[] | undefined;

@@ -21,13 +21,29 @@ export const QUOTA_DIMENSIONS = [
   "unspecified",
   "concurrent-requests",
   "requests-per-minute",
+  "requests-per-hour",
+  "requests-per-day",
+  "requests-per-week",
+  "requests-per-month",
   "tokens-per-minute",
+  "tokens-per-hour",
   "tokens-per-day",
+  "tokens-per-week",
   "tokens-per-month",
-  "cost-per-month",
   "input-tokens-per-minute",
+  "input-tokens-per-hour",
+  "input-tokens-per-day",
+  "input-tokens-per-week",
+  "input-tokens-per-month",
   "output-tokens-per-minute",
+  "output-tokens-per-hour",
+  "output-tokens-per-day",
+  "output-tokens-per-week",
+  "output-tokens-per-month",
+  "cost-per-hour",
   "cost-per-day",
+  "cost-per-week",
+  "cost-per-month",
   "prepaid-credit",
 ] as const;
 
@@ -110,7 +126,7 @@ export interface Alert {
   readonly dimension: QuotaDimension;
   /** Percent of the limit used; for prepaid credit, remaining picos. */
   readonly threshold: number;
-  /** The limit in force at that time, in tokens or picos by dimension. */
+  /** The limit in force at that time, in requests, tokens or picos by dimension. */
   readonly limitValue: bigint;
   /** Usage at that time, without the holds of running requests. */
   readonly usedValue: bigint;

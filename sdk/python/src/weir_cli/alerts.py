@@ -196,12 +196,12 @@ def about(alert: Alert) -> tuple[Cell, ...]:
 
 
 def window_text(alert: Alert) -> str:
-    """Format the day or month that an alert's window covers, in UTC."""
+    """Format the day, ISO week or month that an alert's window covers, in UTC."""
     if alert.window_start_time is None:
         return "—"
-    is_of_month = alert.dimension.value.endswith("per-month")
-    return (
-        f"{alert.window_start_time:%Y-%m}" if is_of_month else f"{alert.window_start_time:%Y-%m-%d}"
+    formats = {"week": "%G-W%V", "month": "%Y-%m"}
+    return alert.window_start_time.strftime(
+        formats.get(alert.dimension.rpartition("-")[2], "%Y-%m-%d")
     )
 
 

@@ -186,13 +186,11 @@ def count(name: str) -> Scalar:
 
 
 def dimension(name: str) -> Scalar:
-    from weir_cli.tenants import DIMENSIONS
-
-    names = [str(each) for each in DIMENSIONS]
+    from weir_cli.tenants import DIMENSION_NAMES, DIMENSIONS
 
     def read(given: str, _: Texts) -> int:
-        if given not in names:
-            raise ValueError(f"give one of {', '.join(names)}")
+        if given not in DIMENSIONS:
+            raise ValueError(f"give one of {DIMENSION_NAMES}")
         return int(DIMENSION_NUMBERS[QuotaDimension(given)])
 
     return Scalar(name, read, lambda value, _: str(dimension_of(value)))

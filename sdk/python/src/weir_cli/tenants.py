@@ -31,6 +31,7 @@ from weir_cli.terms import TERMS, option, options_of, restrictions, values_of
 from weir_cli.texts import (
     dimension_amount,
     duration_text,
+    grouped_dimensions,
     key_state,
     labelled,
     parse_limit,
@@ -75,6 +76,7 @@ QuotaArgument = Annotated[
 # Prepaid credit is granted, not set.
 NOT_SETTABLE = (QuotaDimension.UNSPECIFIED, QuotaDimension.PREPAID_CREDIT)
 DIMENSIONS = tuple(each for each in QuotaDimension if each not in NOT_SETTABLE)
+DIMENSION_NAMES = grouped_dimensions(DIMENSIONS)
 ORGANIZATIONS: Table[Organization] = Table(
     {
         "organization": "name",
@@ -473,7 +475,7 @@ quota = typer.Typer(help="Set, show and remove limits.", no_args_is_help=True)
 @calls(admin_client, options=ONES | options_of(TERMS["quota"]))
 def set_quota(
     client: AdminClient,
-    dimension: Annotated[str, typer.Argument(help=f"What to limit: {', '.join(DIMENSIONS)}.")],
+    dimension: Annotated[str, typer.Argument(help=f"What to limit: {DIMENSION_NAMES}.")],
     value: Annotated[
         str,
         typer.Argument(
@@ -508,7 +510,7 @@ def set_quota(
     """Set a limit for an organization, a project or a key, or change it.
 
     You can also limit your own users and the labels of requests, one or each of them. Usage of the
-    current minute, day or month counts already.
+    current window, such as the month, counts already. A week begins on Monday, UTC.
     """
     kind = parse_dimension(dimension)
     limit = parsed("VALUE", parse_limit, kind, value)
@@ -720,7 +722,7 @@ def parse_dimension(text: str) -> QuotaDimension:
         )
     if text not in DIMENSIONS:
         raise typer.BadParameter(
-            f"{text!r} is not one of {', '.join(DIMENSIONS)}", param_hint="DIMENSION"
+            f"{text!r} is not one of {DIMENSION_NAMES}", param_hint="DIMENSION"
         )
     return QuotaDimension(text)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal, InvalidOperation
@@ -32,7 +33,10 @@ Cell = str | int | Money | datetime | None
 
 TOKENS_PER_PRICE = 1_000_000  # prices are shown per million tokens
 INT64_MAX = 2**63 - 1  # the wire's limit for one value
-MONEY = (QuotaDimension.COST_PER_DAY, QuotaDimension.COST_PER_MONTH, QuotaDimension.PREPAID_CREDIT)
+MONEY = (
+    QuotaDimension.PREPAID_CREDIT,
+    *(each for each in QuotaDimension if each.startswith("cost-")),
+)
 SPAN_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
@@ -228,6 +232,18 @@ def parse_thresholds(text: str) -> list[int]:
             f"{text!r} is not a list of whole percentages: write one such as 50,80,100, or none"
         )
     return [int(part) for part in parts]
+
+
+def grouped_dimensions(dimensions: Iterable[str]) -> str:
+    """List dimensions, those of one measure together: `tokens-per-{minute,day}`."""
+    windows: defaultdict[str, list[str]] = defaultdict(list)
+    for each in dimensions:
+        measure, _, window = each.partition("-per-")
+        windows[measure].append(window)
+    return ", ".join(
+        f"{measure}-per-{{{','.join(of)}}}" if all(of) else measure
+        for measure, of in windows.items()
+    )
 
 
 def percents_text(values: Iterable[int]) -> str:

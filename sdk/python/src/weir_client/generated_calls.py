@@ -359,9 +359,9 @@ class AsyncAdminCalls(UnaryClient):
         `cached_input_weight_milli`: Thousandths that a cached input token counts. Until the engine
             has reported the cached tokens, the larger of both weights is held.
         `output_weight_milli`: Thousandths that an output token counts.
-        `alert_at`: Percentages that trigger an alert. Unset: unchanged; for a new limit on tokens
-            or money per day or month 50, 80 and 100, none for any other. InvalidRequest for limits
-            per minute and on concurrency.
+        `alert_at`: Percentages that trigger an alert. Unset: unchanged; for a new limit per day,
+            week or month 50, 80 and 100, none for any other. InvalidRequest for limits per minute
+            or hour and on concurrency.
         `for_each`: The limit is a selector, "end_user" or "label:KEY": each end user, or each value
             of this label, within the organization or project gets a limit with these terms, from
             its first request on. Part of the limit's identity. InvalidRequest for a key, or with
