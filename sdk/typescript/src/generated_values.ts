@@ -328,10 +328,7 @@ export interface UsageShare {
   readonly amount: Money;
 }
 
-/**
- * Usage of one group. Fields outside the grouping are empty. Never contains prompts, answers or
- * labels.
- */
+/** Usage of one group. Fields outside the grouping are empty. Never contains prompts or answers. */
 export interface UsageRow {
   /** The customer's id. */
   readonly organizationId: string;
@@ -388,6 +385,14 @@ export interface UsageRow {
   readonly reasoningTokenCount: number;
   /** Exact cost, posted or not: `amount` plus `pending_amount`. */
   readonly cost: Money;
+  /** The hour of settlement, in UTC: 2026-11-28T14:00Z. */
+  readonly hour: string;
+  /** Id of the end user, also for single requests. Empty: none was given. */
+  readonly endUserId: string;
+  /** Name of the end user. Empty with an id: erased. */
+  readonly endUser: string;
+  /** Value of the label. Unset: the requests do not have it. */
+  readonly labelValue: string | undefined;
 }
 
 /** Usage of a key or a project. */
@@ -854,7 +859,10 @@ export type UsageGrouping =
   | "PROJECT"
   | "API_KEY"
   | "MODEL"
-  | "REQUEST";
+  | "REQUEST"
+  | "END_USER"
+  | "LABEL"
+  | "HOUR";
 
 /** Source of a price. UNSPECIFIED: newer than this client. */
 export type PriceSource =
