@@ -545,14 +545,6 @@ async def usage_total(session: AsyncSession, of: UsageFilter) -> UsageRow:
     )
 
 
-OWN_GROUPS = frozenset(Grouping) - {
-    Grouping.ORGANIZATION,
-    Grouping.PROJECT,
-    Grouping.API_KEY,
-    Grouping.REQUEST,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class OwnUsage:
     """Usage that a key may see: rows, their sum, and the days asked for."""
@@ -566,11 +558,13 @@ async def own_usage(session: AsyncSession, of: UsageFilter, groups: Groups) -> O
     """Report usage, by day and model by default, on one page. Raises: InvalidValue."""
     if not groups.by:
         groups = replace(groups, by=(Grouping.DAY, Grouping.MODEL))
-    # Names of end users and labels of other keys are not a key's own.
-    shown = OWN_GROUPS if of.api_key_id else OWN_GROUPS - {Grouping.END_USER, Grouping.LABEL}
-    if not shown.issuperset(groups.by):
-        of_project = "" if of.api_key_id else ", with `project`"
-        names = ", ".join(each for each in Grouping if each in shown)
+    hidden = {Grouping.ORGANIZATION, Grouping.PROJECT, Grouping.API_KEY, Grouping.REQUEST}
+    if of.api_key_id is None:
+        # Other keys' end users and labels are not the caller's own.
+        hidden |= {Grouping.END_USER, Grouping.LABEL}
+    if not hidden.isdisjoint(groups.by):
+        of_project = ", with `project`" if of.api_key_id is None else ""
+        names = ", ".join(each for each in Grouping if each not in hidden)
         raise InvalidValue("group_by", f"must be one or more of {names}{of_project}")
     page = await usage_page(session, of, groups, page_size=PAGE_SIZE_MAX)
     if page.next_token:

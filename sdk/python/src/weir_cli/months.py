@@ -29,6 +29,7 @@ from weir_client import (
     Unavailable,
     UsageGrouping,
 )
+from weir_client.checks import LABEL_PREFIX
 
 from weir_cli.commands import ExitCode
 from weir_cli.connection import (
@@ -60,6 +61,8 @@ from weir_cli.texts import (
     amount_text,
     counted,
     decimal_text,
+    end_user_text,
+    label_text,
     money_places,
     money_text,
     parse_picos,
@@ -85,21 +88,6 @@ if TYPE_CHECKING:
         UsageRow,
         WeirError,
     )
-
-NOT_GIVEN, ERASED = "(not given)", "(erased)"
-LABEL_PREFIX = "label:"  # of `--by label:KEY`
-
-
-def end_user_text(row: UsageRow) -> str:
-    """Name the end user of a row; one that was erased by its id."""
-    if row.end_user:
-        return row.end_user
-    return f"{ERASED} {row.end_user_id}" if row.end_user_id else NOT_GIVEN
-
-
-def label_text(row: UsageRow) -> str:
-    return NOT_GIVEN if row.label_value is None else row.label_value
-
 
 # Grouping and column by the words of `--by`; requests have a table of their own.
 KEYS: Mapping[str, tuple[UsageGrouping, str, Callable[[UsageRow], str]]] = {

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Result,
         Timings,
         Usage,
+        UsageRow,
     )
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ Cell = str | int | Money | datetime | None
 TOKENS_PER_PRICE = 1_000_000  # prices are shown per million tokens
 INT64_MAX = 2**63 - 1  # the wire's limit for one value
 MONEY = (QuotaDimension.COST_PER_DAY, QuotaDimension.COST_PER_MONTH, QuotaDimension.PREPAID_CREDIT)
+NOT_GIVEN, ERASED = "(not given)", "(erased)"
 SPAN_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
@@ -60,6 +62,17 @@ def parse_time(text: str | None, now: datetime, flag: str) -> datetime | None:
             "write it as 90m, 12h, 7d, 2026-11-20 or 2026-11-20T18:00:00Z", param_hint=flag
         ) from None
     return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+def end_user_text(row: UsageRow) -> str:
+    """Name the end user of a row of usage; one that was erased by its id."""
+    if row.end_user:
+        return row.end_user
+    return f"{ERASED} {row.end_user_id}" if row.end_user_id else NOT_GIVEN
+
+
+def label_text(row: UsageRow) -> str:
+    return NOT_GIVEN if row.label_value is None else row.label_value
 
 
 def counted(count: int, noun: str, several: str = "") -> str:
