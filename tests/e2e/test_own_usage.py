@@ -192,7 +192,7 @@ async def test_usage_by_end_user_label_and_hour_adds_up_in_every_api(
                 ({"group_by": ["label:" + "x" * 65]}, "label_key"),
             ):
                 with pytest.raises(InvalidRequest, match=field):
-                    next(billing.get_usage(month, **wrong))  # type: ignore[arg-type]
+                    next(billing.get_usage(month, **wrong))
             with pytest.raises(InvalidRequest, match="format"):
                 billing.export_month(month, MonthExportFormat.INVOICE_PDF, tags=["end_user"])
             with pytest.raises(InvalidRequest, match="tags"):

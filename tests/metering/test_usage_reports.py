@@ -48,6 +48,7 @@ from tests.metering.queries import execute_unguarded
 from tests.metering.usage import Acme, Consumed, Customer, add_usage, new_customer, new_price
 
 DAY = Grouping.DAY
+LAST = date(2026, 11, 30)
 ALL_DIMENSIONS = tuple(each for each in Grouping if each is not Grouping.REQUEST)
 FIRST, SECOND = datetime(2026, 11, 1, tzinfo=UTC), datetime(2026, 11, 2, 23, 59, 59, tzinfo=UTC)
 
@@ -644,6 +645,29 @@ async def test_the_statement_reads_the_index_of_the_customer_and_no_other_time(a
     )
     assert "organization_id = " in condition
     assert "settled_at < " in condition
+
+
+async def test_a_filter_by_end_user_reads_the_index_of_end_users(acme: Acme) -> None:
+    await execute_unguarded(acme.sessions, "SELECT create_usage_partition('2026-11-01')")
+    end_users = [await acme.end_user(f"user-{number}") for number in range(20)]
+    await acme.use_and_rate(
+        *(
+            Consumed(1, settled_at=FIRST + timedelta(minutes=n), end_user_id=end_users[n % 20])
+            for n in range(2000)
+        )
+    )
+    for what in (of(acme.customer), replace(of(acme.customer), period=Days(FIRST.date(), LAST))):
+        one = replace(what, end_user_id=end_users[7])
+        async with acme.sessions.begin() as session:
+            await session.execute(text("ANALYZE usage_events"))
+            parameters = await parameters_of(session, one) | {"limit": 100}
+            statement = group_statement(one, Groups((DAY,)), "", parameters)
+            plan = "\n".join(
+                (await session.scalars(text("EXPLAIN " + statement), parameters)).all()
+            )
+
+        assert "ix_usage_events_2026_11_end_user_id_settled_at" in plan
+        assert "Seq Scan on usage_events" not in plan
 
 
 async def test_the_calendars_last_day_has_no_usage(sessions: Sessions, customer: Customer) -> None:

@@ -42,7 +42,8 @@ export const usage = {
     const filter = filterOf(view);
     const what = SHOWN[view.params.get("show")] ? view.params.get("show") : "cost";
     const asked = { ...request, ...filter.request, groupBy: GROUP_BY, ...(isOwn ? { project: view.params.get("of") === "project" } : { organization: ref, pageSize: ROWS_MAX }) };
-    const forecast = !isOwn && request.month === monthOf(new Date()) ? view.call(FORECAST, { organization: ref, month: request.month }).catch((error) => ({ error })) : null;
+    const isPart = filter.request.endUser || filter.request.labels; // the forecast is of everything
+    const forecast = !isOwn && !isPart && request.month === monthOf(new Date()) ? view.call(FORECAST, { organization: ref, month: request.month }).catch((error) => ({ error })) : null;
     const [found, expected, other] = await Promise.all([view.call(isOwn ? OWN : USAGE, asked), forecast, otherPart(view, isOwn, asked, currency)]);
     const rows = found.rows ?? [];
     const [byDay, byModel] = [grouped(rows, (row) => row.day), grouped(rows, (row) => row.model)];

@@ -57,6 +57,7 @@ from weir_cli.render import (
 )
 from weir_cli.terms import option
 from weir_cli.texts import (
+    NOT_GIVEN,
     Cell,
     amount_text,
     counted,
@@ -67,6 +68,7 @@ from weir_cli.texts import (
     money_text,
     parse_picos,
     parsed,
+    shortened,
     time_text,
 )
 
@@ -96,8 +98,8 @@ KEYS: Mapping[str, tuple[UsageGrouping, str, Callable[[UsageRow], str]]] = {
     "project": (UsageGrouping.PROJECT, "project", lambda row: row.project_name),
     "key": (UsageGrouping.API_KEY, "key", lambda row: f"{row.api_key_name} ({row.api_key_prefix})"),
     "model": (UsageGrouping.MODEL, "model", lambda row: row.model),
-    "end-user": (UsageGrouping.END_USER, "end user", end_user_text),
-    "label:KEY": (UsageGrouping.LABEL, "label", label_text),
+    "end-user": (UsageGrouping.END_USER, "end user", lambda row: shortened(end_user_text(row))),
+    "label:KEY": (UsageGrouping.LABEL, "label", lambda row: shortened(label_text(row))),
     "hour": (UsageGrouping.HOUR, "hour (UTC)", lambda row: row.hour[:16].replace("T", " ")),
     "request": (UsageGrouping.REQUEST, "request", lambda row: row.request_id),
 }
@@ -257,7 +259,9 @@ CSV_OF_END_USERS: Mapping[str, Callable[[UsageRow], object]] = {
 CSV_OF_GROUPS: Mapping[UsageGrouping, Mapping[str, Callable[[UsageRow], object]]] = {
     UsageGrouping.END_USER: CSV_OF_END_USERS,
     UsageGrouping.REQUEST: CSV_OF_END_USERS,
-    UsageGrouping.LABEL: {"label": lambda row: safe_cell(label_text(row))},
+    UsageGrouping.LABEL: {
+        "label": lambda row: safe_cell(NOT_GIVEN if row.label_value is None else row.label_value)
+    },
 }
 
 FILES: Mapping[Format, MonthExportFormat] = {
@@ -532,7 +536,7 @@ def parse_rows(by: str, words: Iterable[str] = KEYS) -> list[Group]:
     """Parse the words of `--by`, with one label at most. Raises: typer.BadParameter."""
     groups = parse_groups(by, words)
     if len([each for each in groups if each.label_key]) > 1:
-        raise typer.BadParameter("groups by one label at a time", param_hint="--by")
+        raise typer.BadParameter("has two labels: give one label:KEY at a time", param_hint="--by")
     return groups
 
 

@@ -34,6 +34,7 @@ Cell = str | int | Money | datetime | None
 TOKENS_PER_PRICE = 1_000_000  # prices are shown per million tokens
 INT64_MAX = 2**63 - 1  # the wire's limit for one value
 MONEY = (QuotaDimension.COST_PER_DAY, QuotaDimension.COST_PER_MONTH, QuotaDimension.PREPAID_CREDIT)
+NAME_CHARS_MAX = 32  # in a table of usage
 NOT_GIVEN, ERASED = "(not given)", "(erased)"
 SPAN_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -72,7 +73,13 @@ def end_user_text(row: UsageRow) -> str:
 
 
 def label_text(row: UsageRow) -> str:
-    return NOT_GIVEN if row.label_value is None else row.label_value
+    """Name the label of a row of usage."""
+    return NOT_GIVEN if row.label_value is None else row.label_value or "(empty)"
+
+
+def shortened(text: str) -> str:
+    """Shorten a name that leaves no room for the numbers of a table."""
+    return text if len(text) <= NAME_CHARS_MAX else f"{text[: NAME_CHARS_MAX - 1]}…"
 
 
 def counted(count: int, noun: str, several: str = "") -> str:
