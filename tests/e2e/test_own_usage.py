@@ -129,8 +129,8 @@ async def test_usage_by_end_user_label_and_hour_adds_up_in_every_api(
         service.client(stranger.secret) as other,
     ):
         made = [
-            await asked.complete(MODEL, "Hi", max_output_tokens=2, end_user=name, labels=labels)
-            for asked, name, labels in (
+            await sender.complete(MODEL, "Hi", max_output_tokens=2, end_user=name, labels=labels)
+            for sender, name, labels in (
                 (client, "", {}),
                 (client, "alice", {"team": "search"}),
                 (client, "bob", {"team": ""}),

@@ -128,7 +128,7 @@ def public(kind: type) -> set[str]:
 
 def calls_of(kind: type) -> dict[str, set[str]]:
     """Return the public calls of a client with the names of their arguments."""
-    found = {}
+    found: dict[str, set[str]] = {}
     for base in kind.__mro__[:-1]:
         for name, member in vars(base).items():
             if name.startswith("_") or not callable(member) or name in found:
