@@ -790,6 +790,8 @@ def typescript_field(found: Contract, owner: str, each: Any) -> tuple[str, str, 
     read = f"count({source})" if is_wide and not is_exact else source
     if name in OPTIONAL:
         return camel(shown), f"{shape} | undefined", f"{read} || undefined"
+    if each.proto3_optional and read == source:
+        return camel(shown), f"{shape} | undefined", read
     return camel(shown), shape, read
 
 

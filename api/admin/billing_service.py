@@ -13,6 +13,7 @@ import tempfile
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import IO, Any
@@ -67,11 +68,13 @@ from metering.invoicing.months import (
 from metering.ledger.ledger import month_bounds, month_text
 from metering.receipts.chaining import IssuedReceipt
 from metering.receipts.months import list_receipt_keys, receipt_month, receipts_page
-from metering.reports.focus import FOCUS_VERSION, focus_csv
+from metering.reports.focus import FOCUS_VERSION, Tags, focus_csv
 from metering.reports.forecast import CONFIDENCE, Forecast, forecast
 from metering.reports.usage_reports import (
+    Groups,
     UsageFilter,
     daily_costs,
+    find_end_user_id,
     parse_day,
     period_of,
     usage_page,
@@ -358,11 +361,11 @@ class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
         self, request: usage_pb.GetUsageRequest, context: Context
     ) -> usage_pb.GetUsageResponse:
         principal = await self._caller(context)
-        by = groupings(request.group_by)
+        groups = Groups(groupings(request.group_by), request.label_key, request.largest_first)
         async with self._reading(principal) as session:
             of, currency = await usage_filter(session, principal, request)
             page = await usage_page(
-                session, of, by, page_size=request.page_size, token=request.page_token
+                session, of, groups, page_size=request.page_size, token=request.page_token
             )
             response = usage_pb.GetUsageResponse(
                 rows=[usage_row(row, currency) for row in page.rows],
@@ -394,6 +397,9 @@ class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
         if request.format not in FILE_NAMES:
             raise InvalidValue("format", "is required: the format of the file")
         is_pdf = request.format == usage_pb.MONTH_EXPORT_FORMAT_INVOICE_PDF
+        tags = Tags(tuple(request.tag_label_keys), request.tag_end_user)
+        if is_pdf and tags:
+            raise InvalidValue("format", "must be FOCUS_CSV for tags: an invoice has none")
         with tempfile.SpooledTemporaryFile(max_size=FILE_BYTES_IN_MEMORY) as file:
             async with self._reading(principal) as session:
                 owner = await visible_or_own(session, principal, request.organization)
@@ -401,7 +407,7 @@ class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
                     session, organization=str(owner.id), month=request.month
                 )
                 if not is_pdf and report.closed is None:
-                    await write_focus(file, session, report, self._issuer)
+                    await write_focus(file, session, report, self._issuer, tags)
             if is_pdf or report.closed is not None:
                 async with self._reports.session_of(principal) as sessions:
                     document = await document_of_month(sessions, report, self._issuer, self._draw)
@@ -409,7 +415,7 @@ class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
                 file.write(document.pdf)
             elif report.closed is not None:
                 async with self._reading(principal) as session:
-                    await write_focus(file, session, report, document.issuer)
+                    await write_focus(file, session, report, document.issuer, tags)
             name, media_type = FILE_NAMES[request.format]
             number = report.closed.invoice_number or "statement" if report.closed else "draft"
             name = name.format(f"{report.organization_name}-{report.month}", number=number)
@@ -524,9 +530,9 @@ async def send_file(context: Context, name: str, media_type: str, file: IO[bytes
 
 
 async def write_focus(
-    file: IO[bytes], session: AsyncSession, report: MonthReport, issuer: Issuer
+    file: IO[bytes], session: AsyncSession, report: MonthReport, issuer: Issuer, tags: Tags
 ) -> None:
-    async for piece in focus_csv(session, report, issuer.name):
+    async for piece in focus_csv(session, report, issuer.name, tags):
         file.write(piece.encode())
 
 
@@ -542,11 +548,13 @@ async def usage_filter(
     today = (await database_now(session)).astimezone(UTC).date()
     period = period_of(request.month, request.first_day, request.last_day, today)
     day = parse_day(request.day)
-    everyone = not request.organization and "admin" in principal.scopes
-    if everyone:
-        if request.project or request.api_key:
-            raise InvalidValue("organization", "is required with a project or an API key")
-        return UsageFilter(period, day=day, model=request.model), ""
+    of = UsageFilter(period, day=day, model=request.model, labels=dict(request.labels))
+    if not request.organization and "admin" in principal.scopes:
+        if request.project or request.api_key or request.end_user:
+            raise InvalidValue(
+                "organization", "is required with a project, an API key or an end user"
+            )
+        return of, ""
     owner = await visible_or_own(session, principal, request.organization)
     project_id = api_key_id = None
     if request.project:
@@ -559,7 +567,13 @@ async def usage_filter(
         if key.organization_id != owner.id:
             raise NotFound("API key", request.api_key)
         api_key_id = key.id
-    of = UsageFilter(period, owner.id, day, project_id, api_key_id, request.model)
+    of = replace(
+        of,
+        organization_id=owner.id,
+        project_id=project_id,
+        api_key_id=api_key_id,
+        end_user_id=await find_end_user_id(session, owner.id, request.end_user),
+    )
     return of, owner.currency_code
 
 

@@ -429,6 +429,7 @@ def usage_row(row: UsageRow, currency_code: str) -> usage_pb.UsageRow:
         currency_code,
         outcome=row.outcome and row.outcome.upper(),
         pending_amount=row.pending_picos,
+        hour=row.hour and f"{row.hour.astimezone(UTC):%Y-%m-%dT%H:%MZ}",
         **{COUNT_FIELDS[kind]: count for kind, count in row.token_counts.items()},
     )
 

@@ -56,7 +56,14 @@ from api.rpc.open_streams import OpenStreams
 from metering.alerts.alerts import latest_key_change
 from metering.control.live import certificate_of
 from metering.quotas.quota_states import member_quotas_for, quotas_for
-from metering.reports.usage_reports import UsageFilter, own_usage, period_of, utc_date
+from metering.reports.usage_reports import (
+    Groups,
+    UsageFilter,
+    find_end_user_id,
+    own_usage,
+    period_of,
+    utc_date,
+)
 from metering.store.db import Sessions, database_now
 from metering.tenants.authentication import Principal
 
@@ -241,7 +248,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 f"Your API key is limited to {', '.join(sorted(principal.models))} and sees only"
                 " its own usage. Ask without `project`, or use a key without such a limit."
             )
-        by = groupings(request.group_by)
+        groups = Groups(groupings(request.group_by), request.label_key)
         async with self._reports.reading(principal) as session:
             today = utc_date(await database_now(session))
             of = UsageFilter(
@@ -250,8 +257,12 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 project_id=principal.project_id if request.project else None,
                 api_key_id=None if request.project else principal.api_key_id,
                 model=request.model,
+                end_user_id=await find_end_user_id(
+                    session, principal.organization_id, request.end_user
+                ),
+                labels=dict(request.labels),
             )
-            report = await own_usage(session, of, by)
+            report = await own_usage(session, of, groups)
         return own_usage_message(report, principal.currency_code)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:

@@ -3,9 +3,11 @@ Specification 1.4.
 
 Dataset: Cost and Usage. Usage has one charge per day (UTC), API key, price version and token kind.
 It is followed by the lines of plan, adjustments and credit, and by the rounding, so that the
-BilledCost of an invoice sums up to its total. Costs are exact. Prices are per million tokens, as
+BilledCost of an invoice sums up to its total. Charges are split further only by the labels, or the
+end user, that the reader asks for as tags. Costs are exact. Prices are per million tokens, as
 published; consumed quantities are tokens. Weir's own columns begin with `x_`. Null is an empty
-field. Rows of a closed month and their order never change. Rows are read and written in batches: a
+field. Rows of a closed month and their order never change, except that the tag of an erased end
+user has its id instead of its name. Rows are read and written in batches: a
 month may have a hundred thousand.
 """
 
@@ -24,6 +26,7 @@ from typing import Any
 from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from metering.core.errors import InvalidValue
 from metering.core.models import ServiceTier, TokenKind, record_of
 from metering.core.money import exact_text
 from metering.invoicing.invoices import TOKENS_PER_PRICE
@@ -33,12 +36,14 @@ from metering.plans.plans import LineKind, PlanLine
 from metering.pricing.prices import COUNTS_OF_EVENT, PRICES
 from metering.reports.usage_reports import (
     GROUPS,
+    NOT_GIVEN,
     Grouping,
     UsageFilter,
     parameters_of,
     utc_date,
     where,
 )
+from metering.tenants.usage_subjects import checked_label_key
 
 FOCUS_VERSION = "1.4"
 # Provider without a configured issuer, since the specification requires a name.
@@ -55,12 +60,16 @@ COLUMN_NAMES = """
     InvoiceIssuerName ListCost ListUnitPrice PricingCategory PricingQuantity PricingUnit
     ResourceId ResourceName ResourceType ServiceCategory ServiceName ServiceProviderName
     ServiceSubcategory SkuId SkuMeter SkuPriceDetails SkuPriceId SubAccountId SubAccountName
-    SubAccountType x_FocusVersion x_MonthState x_Model x_TokenKind x_ServiceTier x_PriceVersion
+    SubAccountType Tags x_FocusVersion x_MonthState x_Model x_TokenKind x_ServiceTier x_PriceVersion
     x_RequestCount x_CancelledTokenCount
 """
 COLUMNS = tuple(COLUMN_NAMES.split())
 FocusRow = dict[str, str]
 
+CHARGE_KEYS = ("day", "project_id", "api_key_id", "price_version_id")
+TAG_KEYS_MAX = 8  # each can multiply the rows
+# Tags of the provider have a prefix, as the specification requires, and never equal a label.
+TAG_PREFIX = "weir/"
 BATCH_ROWS = 500  # groups read and written at a time, in some milliseconds
 _SUMS = ", ".join(
     f"sum({count}) AS {kind}_tokens, count(*) FILTER (WHERE part = 0 AND {count} > 0) AS"
@@ -77,8 +86,54 @@ NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
+class Tags:
+    """Labels, by key, and the end user that split charges and become their tags.
+
+    Raises: InvalidValue.
+    """
+
+    label_keys: tuple[str, ...] = ()
+    end_user: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.label_keys) > TAG_KEYS_MAX or len(set(self.label_keys)) < len(self.label_keys):
+            raise InvalidValue(
+                "tag_label_keys", f"must have at most {TAG_KEYS_MAX} keys, each once"
+            )
+        for key in self.label_keys:
+            checked_label_key(key, "tag_label_keys")
+            if key.startswith(TAG_PREFIX):
+                raise InvalidValue("tag_label_keys", f"must not begin with {TAG_PREFIX!r}")
+
+    def __bool__(self) -> bool:
+        return bool(self.label_keys) or self.end_user
+
+    @property
+    def columns(self) -> list[str]:
+        """Expressions of the tags on a usage event u, which are never NULL."""
+        labels = [
+            GROUPS[Grouping.LABEL].key.replace(":label_key", f":tag_{n}")
+            for n in range(len(self.label_keys))
+        ]
+        return [*labels, *([GROUPS[Grouping.END_USER].key] if self.end_user else [])]
+
+    def text(self, row: Row[Any]) -> str:
+        """Format the tags of a row as a JSON object; empty for none."""
+        found = {}
+        for number, key in enumerate(self.label_keys):
+            if value := getattr(row, f"tag_{number}"):
+                found[key] = value[1:]
+        end_user_id = getattr(row, f"tag_{len(self.label_keys)}") if self.end_user else NOT_GIVEN
+        if end_user_id != NOT_GIVEN:
+            is_erased = row.end_user_name is None
+            name = "end_user_id" if is_erased else "end_user"
+            found[TAG_PREFIX + name] = str(end_user_id) if is_erased else row.end_user_name
+        return json.dumps(found, ensure_ascii=False) if found else ""
+
+
+@dataclass(frozen=True, slots=True)
 class UsageCharge:
-    """Posted tokens of one kind, day, API key and price version.
+    """Posted tokens of one kind, day, API key and price version, and of the tags asked for.
 
     `list_price_picos` is the price per token for customers without a price of their own.
     """
@@ -97,6 +152,7 @@ class UsageCharge:
     request_count: int
     unit_price_picos: int
     list_price_picos: int
+    tags: str = ""
 
     @property
     def amount_picos(self) -> int:
@@ -178,6 +234,7 @@ class FocusMonth:
             "SubAccountId": str(charge.project_id),
             "SubAccountName": charge.project_name,
             "SubAccountType": "Project",
+            "Tags": charge.tags,
             **details,
             "x_PriceVersion": str(charge.price_version),
             "x_RequestCount": str(charge.request_count),
@@ -244,13 +301,14 @@ def millions(token_count: int) -> str:
 # the same tier if it has one.
 CHARGES = """
 WITH used AS (
-    SELECT {day} AS day, u.project_id, u.api_key_id, u.price_version_id, {sums}
+    SELECT {day} AS day, u.project_id, u.api_key_id, u.price_version_id{tags}, {sums}
     FROM usage_events u
     WHERE {where} AND u.rated_at IS NOT NULL
-    GROUP BY 1, 2, 3, 4
+    GROUP BY {grouped}
 )
-SELECT used.*, j.name AS project_name, k.name AS api_key_name, p.model, p.tier, {prices}
+SELECT used.*, j.name AS project_name, k.name AS api_key_name, p.model, p.tier{name}, {prices}
 FROM used
+{end_users}
 JOIN projects j ON j.id = used.project_id
 JOIN api_keys k ON k.id = used.api_key_id
 JOIN price_versions p ON p.id = used.price_version_id
@@ -266,18 +324,31 @@ LEFT JOIN LATERAL (
     ORDER BY l.tier = p.tier DESC, l.effective_at DESC
     LIMIT 1
 ) l ON true
-ORDER BY used.day, used.project_id, used.api_key_id, used.price_version_id
+ORDER BY {ordered}
 """
 
 
 async def focus_csv(
-    session: AsyncSession, report: MonthReport, issuer_name: str
+    session: AsyncSession, report: MonthReport, issuer_name: str, tags: Tags | None = None
 ) -> AsyncIterator[str]:
     """Yield the CSV file in chunks. `issuer_name` is provider and invoice issuer, or empty."""
+    tags = tags or Tags()
     of = UsageFilter(report.month, report.organization_id)
     parameters = await parameters_of(session, of)
+    parameters |= {f"tag_{number}": key for number, key in enumerate(tags.label_keys)}
+    columns = {f"tag_{number}": column for number, column in enumerate(tags.columns)}
+    keys = [*CHARGE_KEYS, *columns]
     statement = CHARGES.format(
         where=where(of, parameters),
+        tags="".join(f", {column} AS {name}" for name, column in columns.items()),
+        grouped=", ".join(keys),
+        ordered=", ".join(f"used.{key}" for key in keys),
+        name=", s.name AS end_user_name" if tags.end_user else "",
+        end_users=(
+            f"LEFT JOIN usage_subjects s ON s.id = used.tag_{len(tags.label_keys)}"
+            if tags.end_user
+            else ""
+        ),
         day=GROUPS[Grouping.DAY].key,
         sums=_SUMS,
         prices=_PRICES,
@@ -287,13 +358,14 @@ async def focus_csv(
     yield csv_text([dict(zip(COLUMNS, COLUMNS, strict=True))])
     result = await session.stream(text(statement), parameters)
     async for rows in result.partitions(BATCH_ROWS):
-        yield csv_text(month.usage(charge) for row in rows for charge in charges_of(row))
+        yield csv_text(month.usage(charge) for row in rows for charge in charges_of(row, tags))
     yield csv_text(month.charges())
 
 
-def charges_of(row: Row[Any]) -> Iterator[UsageCharge]:
+def charges_of(row: Row[Any], tags: Tags) -> Iterator[UsageCharge]:
     """Convert a row to one charge for each kind of token in it."""
     values = row._mapping
+    tags_text = tags.text(row)
     for kind in COUNTS_OF_EVENT:
         if token_count := int(values[f"{kind}_tokens"]):
             yield record_of(
@@ -307,6 +379,7 @@ def charges_of(row: Row[Any]) -> Iterator[UsageCharge]:
                 request_count=values[f"{kind}_requests"],
                 unit_price_picos=values[f"{kind}_price"],
                 list_price_picos=values[f"{kind}_list_price"],
+                tags=tags_text,
             )
 
 

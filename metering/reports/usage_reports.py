@@ -1,4 +1,5 @@
-"""Usage reports of a month or of a range of days, by day, project, API key, model or request.
+"""Usage reports of a month or of a range of days, by time, project, key, model, end user, label or
+request.
 
 They read counts and costs, never prompts.
 
@@ -6,14 +7,19 @@ A report of a month covers the usage that the month's bill charges: usage posted
 including late usage of earlier months, and usage of the month that is not posted yet, reported as
 pending. The rows of a month therefore add up to the usage lines of its invoice. A report of days
 covers the usage of these days, whichever month charges it. The day of usage is that of its
-settlement, in UTC. Statements use the index on (organization_id, settled_at).
+settlement, in UTC. Statements use the index on (organization_id, settled_at), or that of an end
+user and time.
+
+Usage without an end user, or without the label, is a row of its own, so that the rows of every
+grouping add up to the total. Keys of rows are never NULL, which a page token could not compare.
 """
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, date, datetime, timedelta
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -36,6 +42,13 @@ from metering.invoicing.months import CANCELLED, FAILED, LIMITED
 from metering.ledger.ledger import MonthState, TransactionKind, month_bounds
 from metering.pricing.prices import COUNTS_OF_EVENT, checked_model
 from metering.reports.forecast import WINDOW_DAYS
+from metering.tenants.usage_subjects import (
+    END_USER,
+    checked_end_user,
+    checked_label_key,
+    checked_label_value,
+    find_usage_subject,
+)
 
 REPORTED_OUTCOMES = {"cancelled": CANCELLED, "limited": LIMITED, "failed": FAILED}
 # Two steps: plain sums of all events by group, outcome and state, then the rows from these few
@@ -69,6 +82,7 @@ ROW_SUMS = ",\n           ".join(
 BY_HASH = text("SET LOCAL enable_sort = off")
 # A row has some 300 bytes, so a page is far smaller than the maximum message.
 PAGE_SIZE, PAGE_SIZE_MAX = 1_000, 10_000
+NOT_GIVEN = uuid.UUID(int=0)  # stands for no end user; no row has this id
 DAYS_MAX = 92  # of one report: a quarter
 
 
@@ -81,6 +95,9 @@ class Grouping(StrEnum):
     API_KEY = "api_key"
     MODEL = "model"
     REQUEST = "request"
+    END_USER = "end_user"
+    LABEL = "label"
+    HOUR = "hour"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +111,7 @@ class Days:
 @dataclass(frozen=True, slots=True)
 class UsageFilter:
     """Usage of a month `YYYY-MM` or of a range of days, of one organization or all, narrowed by the
-    other fields set.
+    other fields set. `labels` are those that a request must have, among others.
     """
 
     period: str | Days
@@ -103,6 +120,21 @@ class UsageFilter:
     project_id: uuid.UUID | None = None
     api_key_id: uuid.UUID | None = None
     model: str = ""
+    end_user_id: uuid.UUID | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Groupings of rows, in the order in which rows are sorted.
+
+    `label_key` belongs to Grouping.LABEL: rows are grouped by the values of this label. With
+    `largest_first` rows are sorted by their cost before.
+    """
+
+    by: Sequence[Grouping]
+    label_key: str = ""
+    largest_first: bool = False
 
 
 class GroupColumns(NamedTuple):
@@ -118,11 +150,19 @@ class GroupColumns(NamedTuple):
     join: str = ""
 
 
+def label_text(text: str) -> str:
+    """Read a label's key of a row from a page token. Raises: InvalidValue."""
+    return text and "=" + checked_label_value(text.removeprefix("="))
+
+
 GROUPS: Mapping[Grouping, GroupColumns] = {
     Grouping.ORGANIZATION: GroupColumns("u.organization_id", uuid.UUID),
     # Unlike date_trunc it needs no time zone, which would be looked up for each row.
     Grouping.DAY: GroupColumns(
         "date_bin('1 day', u.settled_at, TIMESTAMPTZ '2000-01-01 00:00:00+00')", utc_time
+    ),
+    Grouping.HOUR: GroupColumns(
+        "date_bin('1 hour', u.settled_at, TIMESTAMPTZ '2000-01-01 00:00:00+00')", utc_time
     ),
     Grouping.PROJECT: GroupColumns(
         "u.project_id",
@@ -137,6 +177,14 @@ GROUPS: Mapping[Grouping, GroupColumns] = {
         "JOIN api_keys k ON k.id = used.api_key",
     ),
     Grouping.MODEL: GroupColumns("u.model", checked_model),
+    Grouping.END_USER: GroupColumns(
+        f"coalesce(u.end_user_id, '{NOT_GIVEN}')",
+        uuid.UUID,
+        "s.name AS end_user_name",
+        "LEFT JOIN usage_subjects s ON s.id = used.end_user",
+    ),
+    # A value may be empty, and differs from none.
+    Grouping.LABEL: GroupColumns("coalesce('=' || (u.labels ->> :label_key), '')", label_text),
 }
 
 PARTS = f"""u.outcome, u.rated_at IS NOT NULL AS is_posted, u.settled_at < :begins AS is_late,
@@ -171,24 +219,31 @@ CHARGED = f"""
 """
 
 
-def group_statement(
-    of: UsageFilter, groups: Sequence[Grouping], token: str, parameters: dict[str, Any]
-) -> str:
+def group_statement(of: UsageFilter, groups: Groups, token: str, parameters: dict[str, Any]) -> str:
     """Build the statement of one page: sums by group, then the names of the group's objects."""
-    after = ""
+    by = groups.by
+    after = after_largest = ""
     if token:
-        values = page_values(token, *(GROUPS[group].parse for group in groups))
-        parameters |= {f"after_{group}": value for group, value in zip(groups, values, strict=True)}
-        bound = ", ".join(f":after_{group}" for group in groups)
-        after = f"AND ({', '.join(GROUPS[group].key for group in groups)}) > ({bound})"
-    keys = ", ".join(f"{GROUPS[group].key} AS {group}" for group in groups)
-    named = [GROUPS[group] for group in groups if GROUPS[group].names]
+        values = page_values(token, *readers_of(groups))
+        if groups.largest_first:
+            parameters["after_cost"] = values.pop(0)
+        parameters |= {f"after_{group}": value for group, value in zip(by, values, strict=True)}
+        bound = ", ".join(f":after_{group}" for group in by)
+        after = f"AND ({', '.join(GROUPS[group].key for group in by)}) > ({bound})"
+        if groups.largest_first:
+            after = ""
+            after_largest = (
+                f"HAVING (-sum(cost), {', '.join(by)}) > (-CAST(:after_cost AS numeric), {bound})"
+            )
+    if Grouping.LABEL in by:
+        parameters["label_key"] = groups.label_key
+    keys = ", ".join(f"{GROUPS[group].key} AS {group}" for group in by)
+    named = [GROUPS[group] for group in by if GROUPS[group].names]
     names = "".join(f", {columns.names}" for columns in named)
     joins = "\n".join(columns.join for columns in named)
-    listed = ", ".join(groups)
-    owner = (
-        "used.organization" if Grouping.ORGANIZATION in groups else "CAST(:organization_id AS uuid)"
-    )
+    listed = ", ".join(by)
+    order = f"cost DESC, {listed}" if groups.largest_first else listed
+    owner = "used.organization" if Grouping.ORGANIZATION in by else "CAST(:organization_id AS uuid)"
     return f"""
 WITH parts AS (
     SELECT {keys}, {PARTS}
@@ -196,18 +251,25 @@ WITH parts AS (
     WHERE {where(of, parameters)} {after}
     GROUP BY {listed}, {PART_KEYS}
 ), used AS (
-    SELECT {listed},
+    SELECT {listed}, sum(cost) AS cost,
            {ROW_SUMS}
     FROM parts
     GROUP BY {listed}
-    ORDER BY {listed}
+    {after_largest}
+    ORDER BY {order}
     LIMIT :limit
 )
 SELECT used.*, o.id AS organization_id, o.name AS organization_name, o.currency_code{names}
 FROM used
 JOIN organizations o ON o.id = {owner}
 {joins}
-ORDER BY {listed}"""
+ORDER BY {order}"""
+
+
+def readers_of(groups: Groups) -> list[Callable[[str], object]]:
+    """List the readers of the values of a page token."""
+    cost = [int] if groups.largest_first else []
+    return [*cost, *(GROUPS[group].parse for group in groups.by)]
 
 
 def request_statement(of: UsageFilter, token: str, parameters: dict[str, Any]) -> str:
@@ -224,22 +286,24 @@ WITH page AS MATERIALIZED (
     ORDER BY u.settled_at, u.id
     LIMIT :limit
 ), used AS (
-    SELECT id, settled_at, day, project, api_key, model, request_id, outcome, {ROW_SUMS}
+    SELECT id, settled_at, day, project, api_key, model, request_id, end_user, outcome, {ROW_SUMS}
     FROM (
         SELECT u.id, u.settled_at, {GROUPS[Grouping.DAY].key} AS day, u.project_id AS project,
-               u.api_key_id AS api_key, u.model, u.request_id, {PARTS}
+               u.api_key_id AS api_key, u.model, u.request_id, u.end_user_id AS end_user, {PARTS}
         FROM page u
         GROUP BY u.id, u.settled_at, u.project_id, u.api_key_id, u.model, u.request_id,
-                 u.rated_at, u.outcome
+                 u.end_user_id, u.rated_at, u.outcome
     ) parts
-    GROUP BY id, settled_at, day, project, api_key, model, request_id, outcome
+    GROUP BY id, settled_at, day, project, api_key, model, request_id, end_user, outcome
 )
 SELECT used.*, o.id AS organization_id, o.name AS organization_name, o.currency_code,
-       p.name AS project_name, k.name AS api_key_name, k.prefix AS api_key_prefix
+       p.name AS project_name, k.name AS api_key_name, k.prefix AS api_key_prefix,
+       s.name AS end_user_name
 FROM used
 JOIN organizations o ON o.id = :organization_id
 JOIN projects p ON p.id = used.project
 JOIN api_keys k ON k.id = used.api_key
+LEFT JOIN usage_subjects s ON s.id = used.end_user
 ORDER BY used.settled_at, used.id"""
 
 
@@ -270,10 +334,14 @@ def where(of: UsageFilter, parameters: dict[str, Any]) -> str:
         ("project_id", of.project_id),
         ("api_key_id", of.api_key_id),
         ("model", of.model or None),
+        ("end_user_id", of.end_user_id),
     ):
         if value is not None:
             parameters[column] = value
             conditions.append(f"u.{column} = :{column}")
+    if of.labels:
+        parameters["labels"] = json.dumps(dict(of.labels))
+        conditions.append("u.labels @> CAST(:labels AS jsonb)")
     return " AND ".join(conditions)
 
 
@@ -281,10 +349,12 @@ async def parameters_of(session: AsyncSession, of: UsageFilter) -> dict[str, Any
     """Build the parameters that all statements share.
 
     The start of the usage is queried first, so that the planner can estimate the range of the index
-    that a statement reads. Raises: InvalidValue for an invalid month or model name.
+    that a statement reads. Raises: InvalidValue for an invalid month, model name or label.
     """
     if of.model:
         checked_model(of.model)
+    for key, value in of.labels.items():
+        checked_label_key(key, "labels"), checked_label_value(value, "labels")
     parameters: dict[str, Any] = {
         name: [outcome.value for outcome in outcomes]
         for name, outcomes in REPORTED_OUTCOMES.items()
@@ -296,6 +366,19 @@ async def parameters_of(session: AsyncSession, of: UsageFilter) -> dict[str, Any
     parameters |= {"begins": begins, "ends": ends, "month": begins.date()}
     first = (await session.execute(FIRST_USE, parameters)).scalar_one()
     return parameters | {"first": first}
+
+
+async def find_end_user_id(
+    session: AsyncSession, organization_id: uuid.UUID, name: str
+) -> uuid.UUID | None:
+    """Find the id of an end user for a filter; None for no name. An end user is created by its
+    first request, so one that is unknown has no usage. Raises: InvalidValue.
+    """
+    if not name:
+        return None
+    checked_end_user(name)
+    found = await find_usage_subject(session, organization_id, END_USER, "", name)
+    return NOT_GIVEN if found is None else found.id
 
 
 def utc_date(moment: datetime) -> date:
@@ -368,6 +451,9 @@ class Share:
 class UsageRow:
     """Usage of one group. Fields of other groupings are None.
 
+    `end_user_id` is None for usage without an end user, and `end_user` also for one that was
+    erased. `label_value` is None without the label.
+
     `token_counts` are by billed kind, with cached input separate from input. `amount_picos` is
     posted to the ledger; `pending_picos` is recorded but not posted yet. `late` usage is of a month
     that was closed before the usage was posted. `migration_count` counts moves of requests to
@@ -396,6 +482,10 @@ class UsageRow:
     request_id: uuid.UUID | None = None
     outcome: str | None = None
     settled_at: datetime | None = None
+    hour: datetime | None = None
+    end_user_id: uuid.UUID | None = None
+    end_user: str | None = None
+    label_value: str | None = None
 
     @property
     def cost_picos(self) -> int:
@@ -414,12 +504,12 @@ class UsagePage:
 async def usage_page(
     session: AsyncSession,
     of: UsageFilter,
-    by: Sequence[Grouping],
+    groups: Groups,
     *,
     page_size: int = 0,
     token: str = "",
 ) -> UsagePage:
-    """Report a page of a month's usage, grouped by all of `by` in that order.
+    """Report a page of usage by `groups`.
 
     Grouping.REQUEST must be the only grouping and gives single requests, the oldest first. Rows of
     an open month may change between pages. Raises: InvalidValue for an invalid month, grouping,
@@ -431,16 +521,12 @@ async def usage_page(
         )
     size = page_size or PAGE_SIZE
     parameters = await parameters_of(session, of) | {"limit": size + 1}
-    if Grouping.REQUEST in by:
-        if len(by) > 1 or of.organization_id is None:
-            raise InvalidValue(
-                "group_by", "`request` must be the only grouping, and requires an organization"
-            )
+    groups = checked_groups(groups, of)
+    if Grouping.REQUEST in groups.by:
         keys: tuple[str, ...] = ("settled_at", "id")
         statement = request_statement(of, token, parameters)
     else:
-        groups = checked_groups(by, of)
-        keys = tuple(group.value for group in groups)
+        keys = (*(["cost"] if groups.largest_first else []), *groups.by)
         statement = group_statement(of, groups, token, parameters)
         await session.execute(BY_HASH)
     rows = (await session.execute(text(statement), parameters)).all()
@@ -461,22 +547,31 @@ async def usage_total(session: AsyncSession, of: UsageFilter) -> UsageRow:
 
 @dataclass(frozen=True, slots=True)
 class OwnUsage:
-    """Usage that a key may see: rows by day and model, their sum, and the days asked for."""
+    """Usage that a key may see: rows, their sum, and the days asked for."""
 
     rows: tuple[UsageRow, ...]
     total: UsageRow
     days: Days
 
 
-async def own_usage(session: AsyncSession, of: UsageFilter, by: Sequence[Grouping]) -> OwnUsage:
-    """Report usage by day, model or both, on one page. Raises: InvalidValue."""
-    groups = tuple(by) or (Grouping.DAY, Grouping.MODEL)
-    if not set(groups) <= {Grouping.DAY, Grouping.MODEL}:
-        raise InvalidValue("group_by", "must be `day`, `model` or both")
+async def own_usage(session: AsyncSession, of: UsageFilter, groups: Groups) -> OwnUsage:
+    """Report usage, by day and model by default, on one page. Raises: InvalidValue."""
+    if not groups.by:
+        groups = replace(groups, by=(Grouping.DAY, Grouping.MODEL))
+    hidden = {Grouping.ORGANIZATION, Grouping.PROJECT, Grouping.API_KEY, Grouping.REQUEST}
+    if of.api_key_id is None:
+        # Other keys' end users and labels are not the caller's own.
+        hidden |= {Grouping.END_USER, Grouping.LABEL}
+    if not hidden.isdisjoint(groups.by):
+        of_project = ", with `project`" if of.api_key_id is None else ""
+        names = ", ".join(each for each in Grouping if each not in hidden)
+        raise InvalidValue("group_by", f"must be one or more of {names}{of_project}")
     page = await usage_page(session, of, groups, page_size=PAGE_SIZE_MAX)
     if page.next_token:
         raise InvalidValue(
-            "group_by", f"gives more than {PAGE_SIZE_MAX:,} rows: ask for fewer days, or one model"
+            "group_by",
+            f"gives more than {PAGE_SIZE_MAX:,} rows: ask for fewer days, one model or one end"
+            " user",
         )
     days = of.period
     if isinstance(days, str):
@@ -529,18 +624,30 @@ async def daily_costs(
     }
 
 
-def checked_groups(by: Sequence[Grouping], of: UsageFilter) -> tuple[Grouping, ...]:
+def checked_groups(groups: Groups, of: UsageFilter) -> Groups:
     """Validate groupings; put ORGANIZATION first if the filter names none. Raises: InvalidValue."""
+    by = tuple(groups.by)
     if len(set(by)) < len(by):
-        raise InvalidValue("group_by", "must not contain a grouping twice")
-    groups = (
-        tuple(by)
-        if of.organization_id is not None or Grouping.ORGANIZATION in by
-        else (Grouping.ORGANIZATION, *by)
-    )
-    if not groups:
+        raise InvalidValue(
+            "group_by", "must not contain a grouping twice, and only the label of one key"
+        )
+    if Grouping.REQUEST in by and (len(by) > 1 or of.organization_id is None):
+        raise InvalidValue(
+            "group_by", "`request` must be the only grouping, and requires an organization"
+        )
+    if Grouping.LABEL in by:
+        checked_label_key(groups.label_key, "label_key")
+    elif groups.label_key:
+        raise InvalidValue("label_key", "needs the grouping `label` in group_by")
+    if groups.largest_first and (of.organization_id is None or Grouping.REQUEST in by):
+        raise InvalidValue(
+            "largest_first", "needs an organization, and another grouping than `request`"
+        )
+    if of.organization_id is None and Grouping.ORGANIZATION not in by:
+        by = (Grouping.ORGANIZATION, *by)
+    if not by:
         raise InvalidValue("group_by", f"must be `request` or one or more of {', '.join(GROUPS)}")
-    return groups
+    return replace(groups, by=by)
 
 
 def usage_row(row: Row[Any]) -> UsageRow:
@@ -555,10 +662,15 @@ def usage_row(row: Row[Any]) -> UsageRow:
         )
         for name in REPORTED_OUTCOMES
     }
+    end_user_id = values.get("end_user")
+    label = values.get("label")
     return record_of(
         UsageRow,
         row,
         **shares,
+        end_user_id=None if end_user_id == NOT_GIVEN else end_user_id,
+        end_user=values.get("end_user_name"),
+        label_value=label[1:] if label else None,
         day=utc_date(values["day"]) if "day" in values else None,
         project_id=values.get("project"),
         api_key_id=values.get("api_key"),

@@ -36,6 +36,7 @@ from metering.pricing.prices import COUNTS_OF_EVENT, ModelPrice
 from metering.store.db import Sessions
 from metering.tenants.api_keys import create_api_key
 from metering.tenants.key_terms import KeyTerms
+from metering.tenants.usage_subjects import create_usage_subject
 from tests.metering.focus_rules import broken_rules, read
 from tests.metering.usage import Consumed, Customer, add_usage, new_customer, new_price
 
@@ -185,6 +186,51 @@ async def test_requests_are_shown_without_prompts_or_labels(desk: Desk) -> None:
     assert row.api_key_prefix == desk.customer.key.prefix
 
 
+async def test_an_end_user_belongs_to_its_organization_and_pages_reach_all(desk: Desk) -> None:
+    """Both customers have an end user `alice`; the rows without one are on a page too."""
+    async with desk.sessions.begin() as session:
+        bolt = await new_customer(session, "bolt-2")
+        for who in (desk.customer, bolt):
+            made = [
+                (await create_usage_subject(session, who.organization_id, "end_user", "", name))[0]
+                for name in ("alice", "bob", "carol")
+            ]
+            used = [
+                Consumed(n, settled_at=FIRST, end_user_id=each.id, labels={"team": each.name or ""})
+                for n, each in enumerate(made, 1)
+            ]
+            await add_usage(session, who, desk.price, used)
+    secret = await desk.key("billing")
+    by = ["end_user", "label:team", "hour"]
+    async with desk.client(secret) as client:
+        for largest_first in (False, True):
+            pages = [
+                page
+                async for page in client.get_usage(
+                    MONTH, by, page_size=2, largest_first=largest_first
+                )
+            ]
+            rows = [row for page in pages for row in page.rows]
+            assert len(rows) == 8, "three end users, and five hours without"
+            assert pages[0].total is not None
+            assert sum(row.cost.picos for row in rows) == pages[0].total.cost.picos
+            assert [row.label_value for row in rows].count(None) == 5
+            assert {row.end_user for row in rows} == {"", "alice", "bob", "carol"}
+        [alice] = (await anext(client.get_usage(MONTH, ["end_user"], end_user="alice"))).rows
+        assert alice.input_token_count == 1
+        for name in ("", "alice"):
+            with pytest.raises(NotFound):
+                await anext(client.get_usage(MONTH, by, organization="bolt-2", end_user=name))
+    async with desk.client() as client:
+        everyone = await anext(client.get_usage(MONTH, ["end_user"], labels={"team": "alice"}))
+        assert {(row.organization_name, row.end_user) for row in everyone.rows} == {
+            ("acme", "alice"),
+            ("bolt-2", "alice"),
+        }
+        with pytest.raises(InvalidRequest, match="organization"):
+            await anext(client.get_usage(MONTH, by, end_user="alice"))
+
+
 async def test_bad_questions_name_their_field(desk: Desk) -> None:
     requested: dict[str, Any] = {
         "month": MONTH,
@@ -205,6 +251,16 @@ async def test_bad_questions_name_their_field(desk: Desk) -> None:
                     client._stub.GetUsage, pb.GetUsageRequest(**requested, page_token="x")
                 ),
                 "page_token",
+            ),
+            (anext(client.get_usage(MONTH, ["week"], organization="acme")), "group_by"),
+            (anext(client.get_usage(MONTH, ["label:\n"], organization="acme")), "label_key"),
+            (anext(client.get_usage(MONTH, [DAY], organization="acme", end_user=" ")), "end_user"),
+            (anext(client.get_usage(MONTH, [DAY], largest_first=True)), "largest_first"),
+            (
+                client._call(
+                    client._stub.GetUsage, pb.GetUsageRequest(**requested, label_key="team")
+                ),
+                "label_key",
             ),
             (client.get_forecast("acme", "2999-01"), "month"),
             (client.export_month("2026-99", MonthExportFormat.INVOICE_PDF), "month"),

@@ -17,7 +17,7 @@ from weir_cli import texts
 from weir_cli.audit import ENTRIES, changed, name_of
 from weir_cli.commands import CLIENT_COMMANDS
 from weir_cli.connection import flag_of
-from weir_cli.months import usage_csv, usage_table
+from weir_cli.months import Group, usage_csv, usage_table
 from weir_cli.render import Table, show, table, to_text
 from weir_cli.requests import traced
 from weir_cli.tables import RECORDS_BELOW, waterfall
@@ -298,15 +298,15 @@ def test_speed_is_shown_only_where_it_is_known() -> None:
 @pytest.mark.parametrize(
     ("field", "column", "row_end"),
     [
-        ("embedding_token_count", "embedded", ",1234,0,0"),
-        ("reasoning_token_count", "thinking", ",0,0,1234"),
+        ("embedding_token_count", "embedded", ",1234,0,0,"),
+        ("reasoning_token_count", "thinking", ",0,0,1234,"),
     ],
 )
 def test_some_kinds_have_a_column_if_they_occur(field: str, column: str, row_end: str) -> None:
     share, nothing = UsageShare(0, 0, Money("USD", 0)), Money("USD", 0)
     names = ("", "acme", "2026-11-01", "", "search", "", "bot", "wk", "demo", "", "stop")
     plain = UsageRow(*names, None, False, 1, 10, 2, 5, share, share, share, nothing, nothing)
-    by = [UsageGrouping.DAY]
+    by = [Group(UsageGrouping.DAY)]
 
     some: Any = {field: 1_234}
     row = replace(plain, **some)
@@ -317,7 +317,7 @@ def test_some_kinds_have_a_column_if_they_occur(field: str, column: str, row_end
     assert column in shown
     assert "1,234" in shown
     assert column not in to_text(usage_table([plain], by, None, ""))
-    assert usage_csv([row], header=False).rstrip().endswith(row_end)
+    assert usage_csv([row], by, header=False).rstrip().endswith(row_end)
 
 
 @pytest.mark.parametrize(

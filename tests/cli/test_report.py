@@ -71,6 +71,34 @@ def test_groupings_and_filters_go_to_the_server(weir: Run, server: ScriptedWeir)
     weir("month show 2026-11 --all-orgs --by org")
     assert requested(server).organization == ""
 
+    weir(*ACME, "--by", "label:team,hour", "--end-user", "alice", "--label", "team=search")
+    request = requested(server)
+    assert list(request.group_by) == [pb.USAGE_GROUPING_LABEL, pb.USAGE_GROUPING_HOUR]
+    assert (request.label_key, request.end_user) == ("team", "alice")
+    assert dict(request.labels) == {"team": "search"}
+    assert request.largest_first, "a table shows the first rows only"
+    weir(*ACME, "--by", "label:team", "--format", "csv")
+    assert not requested(server).largest_first
+
+
+def test_a_sheet_names_end_users_and_labels_without_formulas(
+    weir: Run, server: ScriptedWeir
+) -> None:
+    rows = [usage_row(10) for _ in range(3)]
+    rows[1].end_user_id, rows[1].end_user, rows[1].label_value = "id-1", "=cmd()", "+a"
+    rows[2].end_user_id, rows[2].label_value = "id-2", ""
+    server.accounts.replies["GetUsage"] = pb.GetUsageResponse(rows=rows)
+
+    by = ("--by", "end-user,label:team")
+    sheet = csv.DictReader(io.StringIO(weir(*ACME, *by, "--format", "csv").stdout))
+    found = [(row["end_user"], row["end_user_id"], row["label"]) for row in sheet]
+
+    assert found == [
+        ("(not given)", "", "(not given)"),
+        ("'=cmd()", "id-1", "'+a"),
+        ("(erased) id-2", "id-2", ""),
+    ]
+
 
 def test_a_sheet_has_all_pages_and_numbers(weir: Run, server: ScriptedWeir, tmp_path: Path) -> None:
     rows = list(csv.DictReader(io.StringIO(weir(*ACME, "--by", "day", "--format", "csv").stdout)))
@@ -126,6 +154,9 @@ def test_the_invoice_and_focus_are_written(weir: Run, server: ScriptedWeir, tmp_
     assert "12 bytes" in named.stderr
     assert (named.stdout, piped.stdout) == ("", "first second")
     assert [each.format for each in server.accounts.requests] == [1, 1, 2, 1]
+    weir(*ACME, "--format", "focus", "--tags", "end-user,label:team")
+    tagged = server.accounts.requests[-1]
+    assert (list(tagged.tag_label_keys), tagged.tag_end_user) == (["team"], True)
     assert (nowhere.exit_code, "cannot be written" in nowhere.stderr) == (1, True)
 
 
@@ -156,7 +187,13 @@ def test_without_history_no_forecast_is_claimed(weir: Run, server: ScriptedWeir)
 
 def test_wrong_options_are_refused_before_any_request(weir: Run, server: ScriptedWeir) -> None:
     for wrong in (
-        ("--by", "hour"),
+        ("--by", "week"),
+        ("--by", "label"),
+        ("--end-user", "alice"),
+        ("--label", "team=search"),
+        ("--by", "day", "--label", "team"),
+        ("--tags", "end-user"),
+        ("--tags", "day", "--format", "focus"),
         ("--by", "day", "--pdf", "x"),
         ("--by", "day", "--format", "focus"),
         ("--day", "2026-11-01"),

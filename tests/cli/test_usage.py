@@ -61,6 +61,30 @@ def test_options_become_the_question(weir: Run, server: ScriptedWeir) -> None:
     assert "tokens per day" not in plain
 
 
+def test_end_users_and_labels_are_named_the_dearest_first(weir: Run, server: ScriptedWeir) -> None:
+    rows = [row("") for _ in range(4)]
+    for number, (each, end_user_id, end_user) in enumerate(
+        zip(rows, ("", "id-1", "id-2", "id-3"), ("", "alice", "", "bob"), strict=True)
+    ):
+        each.end_user_id, each.end_user = end_user_id, end_user
+        each.cost.picos += number
+    server.inference.replies["GetOwnUsageRequest"] = report(*rows)
+
+    shown = weir("usage --by end-user,label:team --label a=b=c --label d= --end-user alice").stdout
+
+    question = server.inference.requests[-1]
+    assert question == pb.GetOwnUsageRequest(
+        group_by=[pb.USAGE_GROUPING_END_USER, pb.USAGE_GROUPING_LABEL],
+        label_key="team",
+        end_user="alice",
+        labels={"a": "b=c", "d": ""},
+    )
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    begins = ("end user team", "bob (not", "(erased) id-2", "alice (not", "(not given) (not")
+    found = [line for line in lines if line.startswith(begins)]
+    assert all(line.startswith(begin) for line, begin in zip(found, begins, strict=True)), found
+
+
 def test_no_usage_is_a_line(weir: Run, server: ScriptedWeir) -> None:
     server.inference.replies["GetOwnUsageRequest"] = report()
 
@@ -72,6 +96,15 @@ def test_no_usage_is_a_line(weir: Run, server: ScriptedWeir) -> None:
     [
         ("--by project", "--by"),
         ("--by ''", "--by"),
+        ("--by label", "--by"),
+        ("--by label:", "--by"),
+        ("--by label:KEY", "--by"),
+        ("--by request", "--by"),
+        ("--by day,day", "--by"),
+        ("--by label:a,label:b", "--by"),
+        ("--label team", "--label"),
+        ("--label =x", "--label"),
+        ("--label a=b --label a=c", "--label"),
         ("2026-13", "MONTH"),
         ("2026-10 --from 2026-10-01", "MONTH"),
         ("--to 2026-10-01", "--from"),

@@ -203,6 +203,10 @@ def broken_groups(row: Row) -> Iterator[str]:
     ):
         for other in others:
             yield from unless(bool(row[other]) == bool(row[one]), f"{other} goes with {one}")
+    if row["Tags"]:
+        tags = json.loads(row["Tags"])
+        flat = isinstance(tags, dict) and all(isinstance(value, str) for value in tags.values())
+        yield from unless(flat, "Tags is a flat object")
     if row["SkuPriceDetails"]:
         details = json.loads(row["SkuPriceDetails"])
         flat = isinstance(details, dict) and all(

@@ -21,7 +21,7 @@ from metering.invoicing.invoice_pdf import render_pdf
 from metering.invoicing.invoices import Invoice, find_invoice_row, read_invoice
 from metering.ledger.rating import rate_all_pending
 from metering.reports.focus import focus_csv
-from metering.reports.usage_reports import Grouping, UsageFilter, usage_page, usage_total
+from metering.reports.usage_reports import Grouping, Groups, UsageFilter, usage_page, usage_total
 from metering.store.db import Sessions
 from metering.tenants.billing_profiles import BillingProfile, set_billing_profile
 from tests.metering import closing_world
@@ -91,7 +91,7 @@ async def test_late_usage_and_adjustments_stand_where_they_are_charged(world: Cl
     focus, pdf = await files(world, "2025-11")
     of = UsageFilter("2025-11", world.customer.organization_id)
     async with world.sessions() as session:
-        days = (await usage_page(session, of, (Grouping.DAY,))).rows
+        days = (await usage_page(session, of, Groups((Grouping.DAY,)))).rows
         total = await usage_total(session, of)
 
     assert [(row.day, row.late) for row in days] == [

@@ -33,7 +33,7 @@ from metering.proof.check import Moment
 from metering.quotas.quotas import QuotaExceeded
 from metering.receipts.signing import Signer
 from metering.reports.focus import focus_csv
-from metering.reports.usage_reports import Grouping, UsageFilter, usage_page
+from metering.reports.usage_reports import Grouping, Groups, UsageFilter, usage_page
 from metering.store.db import Sessions
 from tests.metering.closing_world import ClosingWorld
 from tests.metering.exported_usage import check_delivered, hours_ago
@@ -240,7 +240,7 @@ async def test_a_month_with_embeddings_is_closed_and_shown_in_every_document(
     report = await world.report("2025-10")
     async with sessions() as session:
         page = await usage_page(
-            session, UsageFilter("2025-10", customer.organization_id), [Grouping.MODEL]
+            session, UsageFilter("2025-10", customer.organization_id), Groups((Grouping.MODEL,))
         )
         focus = "".join(
             [piece async for piece in focus_csv(session, report, "Weir Operations GmbH")]

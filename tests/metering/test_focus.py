@@ -12,13 +12,22 @@ from decimal import Decimal
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from metering.core.errors import InvalidValue
 from metering.core.models import PriceVersion, ServiceTier, TokenKind
 from metering.invoicing.month_report import Closed, MonthReport, Reconciliation, RequestCounts
 from metering.invoicing.months import month_report
 from metering.ledger.rating import rate_all_pending
 from metering.plans.plans import LineKind, PlanLine
 from metering.pricing.prices import ModelPrice, TokenPrices
-from metering.reports.focus import COLUMNS, FocusMonth, UsageCharge, cell, csv_text, focus_csv
+from metering.reports.focus import (
+    COLUMNS,
+    FocusMonth,
+    Tags,
+    UsageCharge,
+    cell,
+    csv_text,
+    focus_csv,
+)
 from metering.store.db import Sessions
 from tests.metering.focus_rules import Row, broken_rules, read
 from tests.metering.usage import Acme, Consumed, Customer, add_usage
@@ -64,10 +73,13 @@ async def report_of(sessions: Sessions, month: str = "2026-11") -> MonthReport:
 
 
 async def file_of(
-    sessions: Sessions, report: MonthReport, issuer: str = "Weir Operations GmbH"
+    sessions: Sessions,
+    report: MonthReport,
+    issuer: str = "Weir Operations GmbH",
+    tags: Tags | None = None,
 ) -> str:
     async with sessions() as session:
-        return "".join([piece async for piece in focus_csv(session, report, issuer)])
+        return "".join([piece async for piece in focus_csv(session, report, issuer, tags)])
 
 
 async def add_price(
@@ -214,6 +226,62 @@ async def test_the_same_month_is_the_same_bytes(used: Sessions) -> None:
 
     assert await file_of(used, report) == await file_of(used, report)
     assert {row["ServiceProviderName"] for row in read(await file_of(used, report, ""))} == {"Weir"}
+
+
+async def test_tags_split_charges_only_on_request(acme: Acme) -> None:
+    alice, bob = await acme.end_user("alice"), await acme.end_user("=bob")
+    await acme.use_and_rate(
+        *(
+            Consumed(count, 0, 1, settled_at=FIRST, end_user_id=who, labels=labels)
+            for count, who, labels in (
+                (1, None, {}),
+                (2, alice, {"team": "search", "feature": "chat"}),
+                (4, alice, {"team": "search"}),
+                (8, bob, {"team": 'a "b"'}),
+            )
+        )
+    )
+    await acme.erase(bob)
+    report = await report_of(acme.sessions)
+    untagged = await file_of(acme.sessions, report)
+
+    assert len(read(untagged)) == 2, "input and output"
+    assert {row["Tags"] for row in read(untagged)} == {""}
+    for tags, expected in (
+        (Tags(("team",)), {"": 1, '{"team": "search"}': 6, '{"team": "a \\"b\\""}': 8}),
+        (
+            Tags(end_user=True),
+            {
+                "": 1,
+                '{"weir/end_user": "alice"}': 6,
+                f'{{"weir/end_user_id": "{bob}"}}': 8,
+            },
+        ),
+        (
+            Tags(("feature",), end_user=True),
+            {
+                "": 1,
+                '{"feature": "chat", "weir/end_user": "alice"}': 2,
+                '{"weir/end_user": "alice"}': 4,
+                f'{{"weir/end_user_id": "{bob}"}}': 8,
+            },
+        ),
+    ):
+        file = await file_of(acme.sessions, report, tags=tags)
+        assert broken_rules(file) == []
+        assert billed(file) == billed(untagged)
+        found = {
+            row["Tags"]: int(row["ConsumedQuantity"])
+            for row in read(file)
+            if row["x_TokenKind"] == "input"
+        }
+        assert found == expected
+
+
+@pytest.mark.parametrize("keys", [("",), ("a", "a"), tuple("abcdefghi"), ("weir/x",), ("x" * 65,)])
+def test_tags_that_cannot_be_are_refused_by_name(keys: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidValue, match="tag_label_keys"):
+        Tags(keys)
 
 
 def billed(file: str, rows: list[Row] | None = None) -> Decimal:

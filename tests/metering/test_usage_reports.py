@@ -8,7 +8,9 @@ import random
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
+from typing import Any
 
 import pytest
 from sqlalchemy import text
@@ -21,16 +23,20 @@ from metering.invoicing.adjustments import approve, create_adjustment
 from metering.invoicing.months import month_report
 from metering.ledger.rating import rate_all_pending
 from metering.reports.usage_reports import (
+    NOT_GIVEN,
     Days,
     Grouping,
+    Groups,
     OwnUsage,
     Share,
     UsageFilter,
     UsageRow,
+    find_end_user_id,
     group_statement,
     own_usage,
     parameters_of,
     period_of,
+    sum_of,
     usage_page,
     usage_total,
 )
@@ -42,6 +48,8 @@ from tests.metering.queries import execute_unguarded
 from tests.metering.usage import Acme, Consumed, Customer, add_usage, new_customer, new_price
 
 DAY = Grouping.DAY
+LAST = date(2026, 11, 30)
+ALL_DIMENSIONS = tuple(each for each in Grouping if each is not Grouping.REQUEST)
 FIRST, SECOND = datetime(2026, 11, 1, tzinfo=UTC), datetime(2026, 11, 2, 23, 59, 59, tzinfo=UTC)
 
 
@@ -50,13 +58,16 @@ def of(customer: Customer, month: str = "2026-11") -> UsageFilter:
     return UsageFilter(month, customer.organization_id)
 
 
-async def rows(sessions: Sessions, what: UsageFilter, *by: Grouping) -> tuple[UsageRow, ...]:
-    """Return all rows, in small pages."""
+async def rows(
+    sessions: Sessions, what: UsageFilter, *by: Grouping, **terms: Any
+) -> tuple[UsageRow, ...]:
+    """Return all rows, in small pages. terms: of `Groups`."""
+    groups = Groups(by, **terms)
     found: list[UsageRow] = []
     token = ""
     async with sessions() as session:
         while True:
-            page = await usage_page(session, what, by, page_size=2, token=token)
+            page = await usage_page(session, what, groups, page_size=2, token=token)
             found += page.rows
             if not (token := page.next_token):
                 return tuple(found)
@@ -328,6 +339,175 @@ def consumed(dice: random.Random, months: Sequence[int]) -> Consumed:
     return Consumed(input_count, cached, dice.randrange(999), outcome, at)
 
 
+@pytest.mark.parametrize("seed", range(4))
+async def test_the_rows_of_every_dimension_add_up_to_the_total(acme: Acme, seed: int) -> None:
+    """Random usage with and without end users and labels, some of them erased; closed and open
+    months, late and unposted usage: whatever the grouping, filter and page size, nothing is lost.
+    """
+    dice = random.Random(seed)
+    async with acme.sessions.begin() as session:
+        bot = await second_key(session)
+        prices = [acme.price, await new_price(session, "large")]
+    end_users = [await acme.end_user(f"user-{number}") for number in range(6)]
+    labelled: list[dict[str, str]] = [
+        {},
+        {"team": ""},
+        {"team": "search"},
+        {"team": "search", "feature": "a=b"},
+        {"team": "(not given)"},
+        {"feature": "é"},
+    ]
+
+    async def spend(*months: int) -> None:
+        async with acme.sessions.begin() as session:
+            for who, price in itertools.product((acme.customer, bot), prices):
+                events = [
+                    replace(
+                        consumed(dice, months),
+                        end_user_id=dice.choice([None, *end_users]),
+                        labels=dice.choice(labelled),
+                    )
+                    for _ in range(dice.randrange(10, 30))
+                ]
+                await add_usage(session, who, price, events)
+
+    await spend(9, 10, 11)
+    await rate_all_pending(acme.sessions)
+    await acme.mark_closed(date(2026, 9, 1), FIRST)
+    await spend(9, 10, 11)
+    await rate_all_pending(acme.sessions)
+    await acme.erase(*dice.sample(end_users, 2))
+    await spend(11)  # not posted yet
+
+    november = Days(date(2026, 11, 1), date(2026, 11, 30))
+    for period in ("2026-09", "2026-10", "2026-11", november):
+        what = UsageFilter(period, acme.organization_id)
+        async with acme.sessions() as session:
+            total = await usage_total(session, what)
+        combined = tuple(dice.sample(ALL_DIMENSIONS, 3))
+        for by in (*((each,) for each in ALL_DIMENSIONS), combined):
+            for largest_first in (False, True):
+                terms: dict[str, Any] = {"largest_first": largest_first}
+                if Grouping.LABEL in by:
+                    terms["label_key"] = dice.choice(("team", "feature", "nothing"))
+                found = await rows(acme.sessions, what, *by, **terms)
+                assert sum_of(found) == total, (period, by, terms)
+                costs = [row.cost_picos for row in found]
+                assert not largest_first or costs == sorted(costs, reverse=True)
+        assert sum_of(await rows(acme.sessions, what, Grouping.REQUEST)) == total
+        by_user = await rows(acme.sessions, what, Grouping.END_USER)
+        assert len({row.end_user_id for row in by_user}) == len(by_user)
+        for row in by_user:
+            if row.end_user_id is not None:
+                of_user = replace(what, end_user_id=row.end_user_id)
+                async with acme.sessions() as session:
+                    assert sum_of([row]) == await usage_total(session, of_user)
+        with_team = await rows(acme.sessions, what, Grouping.LABEL, label_key="team")
+        assert {row.label_value for row in with_team} <= {None, "", "search", "(not given)"}
+        for row in with_team:
+            if row.label_value is not None:
+                of_team = replace(what, labels={"team": row.label_value})
+                async with acme.sessions() as session:
+                    assert sum_of([row]) == await usage_total(session, of_team)
+
+
+async def test_no_end_user_an_erased_one_and_an_empty_label_are_rows_of_their_own(
+    acme: Acme,
+) -> None:
+    alice, bob, carol = [await acme.end_user(name) for name in ("alice", "bob", "carol")]
+    await acme.use_and_rate(
+        *(
+            Consumed(count, settled_at=FIRST, end_user_id=who, labels=labels)
+            for count, who, labels in (
+                (1, None, {}),
+                (2, alice, {"team": ""}),
+                (4, bob, {"team": "a"}),
+                (8, carol, {"team": "a", "x": "y"}),
+            )
+        )
+    )
+    await acme.erase(bob, carol)
+
+    by_user = await rows(acme.sessions, of(acme.customer), Grouping.END_USER)
+    by_team = await rows(acme.sessions, of(acme.customer), Grouping.LABEL, label_key="team")
+    requests = await rows(acme.sessions, of(acme.customer), Grouping.REQUEST)
+
+    assert {(r.end_user_id, r.end_user, r.token_counts[TokenKind.INPUT]) for r in by_user} == {
+        (None, None, 1),
+        (alice, "alice", 2),
+        (bob, None, 4),
+        (carol, None, 8),
+    }
+    assert [(row.label_value, row.token_counts[TokenKind.INPUT]) for row in by_team] == [
+        (None, 1),
+        ("", 2),
+        ("a", 12),
+    ]
+    assert {(row.end_user_id, row.end_user) for row in requests} == {
+        (None, None),
+        (alice, "alice"),
+        (bob, None),
+        (carol, None),
+    }
+
+
+async def test_hours_are_those_of_utc(acme: Acme) -> None:
+    times = [FIRST, FIRST + timedelta(minutes=59, seconds=59), FIRST + timedelta(hours=1)]
+    await acme.use_and_rate(*(Consumed(1, settled_at=each) for each in times))
+
+    async with acme.sessions() as session:
+        await session.execute(text("SET LOCAL TIME ZONE 'Asia/Kathmandu'"))
+        page = await usage_page(session, of(acme.customer), Groups((Grouping.HOUR,)))
+
+    assert [(row.hour, row.request_count) for row in page.rows] == [
+        (FIRST, 2),
+        (FIRST + timedelta(hours=1), 1),
+    ]
+
+
+async def test_a_key_lists_only_its_own_end_users_and_labels(acme: Acme) -> None:
+    async with acme.sessions.begin() as session:
+        key, secret = await create_api_key(
+            session, organization="acme", project="search", name="more", actor="test"
+        )
+    more = Customer(key.organization_id, "acme", key, secret)
+    alice, bob = await acme.end_user("alice"), await acme.end_user("bob")
+    async with acme.sessions.begin() as session:
+        for who, end_user in ((acme.customer, alice), (more, bob), (more, alice)):
+            used = Consumed(1, settled_at=FIRST, end_user_id=end_user, labels={"of": str(end_user)})
+            await add_usage(session, who, acme.price, [used])
+    own_key = replace(of(acme.customer), api_key_id=acme.customer.key.id)
+    project = replace(of(acme.customer), project_id=acme.customer.key.project_id)
+
+    async with acme.sessions() as session:
+        by_user = await own_usage(session, own_key, Groups((Grouping.END_USER,)))
+        by_label = await own_usage(session, own_key, Groups((Grouping.LABEL,), "of"))
+        of_alice = await own_usage(session, replace(project, end_user_id=alice), Groups((DAY,)))
+        for groups in (Groups((Grouping.END_USER,)), Groups((DAY, Grouping.LABEL), "of")):
+            with pytest.raises(InvalidValue, match=r"group_by.*with `project`"):
+                await own_usage(session, project, groups)
+
+    assert [row.end_user for row in by_user.rows] == ["alice"]
+    assert [row.label_value for row in by_label.rows] == [str(alice)]
+    assert of_alice.total.request_count == 2, "of all keys of the project"
+
+
+async def test_an_end_user_is_found_by_name_within_its_organization(acme: Acme) -> None:
+    alice = await acme.end_user("alice")
+    async with acme.sessions.begin() as session:
+        bolt = await new_customer(session, "bolt")
+        assert await find_end_user_id(session, acme.organization_id, "alice") == alice
+        assert await find_end_user_id(session, acme.organization_id, "") is None
+        for organization_id, name in (
+            (bolt.organization_id, "alice"),
+            (acme.organization_id, "bob"),
+        ):
+            found = await find_end_user_id(session, organization_id, name)
+            assert found == NOT_GIVEN, "matches no usage"
+        with pytest.raises(InvalidValue, match="end_user"):
+            await find_end_user_id(session, acme.organization_id, "a\nb")
+
+
 async def own(
     session: AsyncSession,
     period: str | Days,
@@ -338,7 +518,7 @@ async def own(
     """Report the usage of a key or a project of `acme`."""
     acme = await find_organization(session, "acme")
     what = UsageFilter(period, acme.id, project_id=project_id, api_key_id=api_key_id)
-    return await own_usage(session, what, ())
+    return await own_usage(session, what, Groups(()))
 
 
 @pytest.mark.parametrize(
@@ -396,6 +576,22 @@ async def test_all_customers_are_separate_with_their_currency(acme: Acme) -> Non
 
 async def test_bad_questions_are_refused_by_name(sessions: Sessions, customer: Customer) -> None:
     async with sessions() as session:
+        for groups, what, field in (
+            (Groups((Grouping.LABEL,)), of(customer), "label_key"),
+            (Groups((Grouping.LABEL,), "\n"), of(customer), "label_key"),
+            (Groups((Grouping.LABEL,), "x" * 65), of(customer), "label_key"),
+            (Groups((DAY,), "team"), of(customer), "label_key"),
+            (Groups((DAY,)), replace(of(customer), labels={"": "x"}), "labels"),
+            (Groups((DAY,)), replace(of(customer), labels={"a": "x\0"}), "labels"),
+            (Groups((DAY,), largest_first=True), UsageFilter("2026-11"), "largest_first"),
+            (Groups((Grouping.REQUEST,), largest_first=True), of(customer), "largest_first"),
+        ):
+            with pytest.raises(InvalidValue, match=field):
+                await usage_page(session, what, groups)
+        label = Groups((Grouping.LABEL,), "team")
+        for forged in (page_token("=\0"), page_token("x"), page_token("=" + "x" * 513)):
+            with pytest.raises(InvalidValue, match="page_token"):
+                await usage_page(session, of(customer), label, token=forged)
         for by, size, token, field in (
             ((), 0, "", "group_by"),
             ((DAY, DAY), 0, "", "group_by"),
@@ -410,11 +606,11 @@ async def test_bad_questions_are_refused_by_name(sessions: Sessions, customer: C
             ((DAY,), 0, base64.urlsafe_b64encode(b"[" * 200_000).decode(), "page_token"),
         ):
             with pytest.raises(InvalidValue, match=field):
-                await usage_page(session, of(customer), by, page_size=size, token=token)
+                await usage_page(session, of(customer), Groups(by), page_size=size, token=token)
         with pytest.raises(InvalidValue, match="group_by"):
-            await usage_page(session, UsageFilter("2026-11"), (Grouping.REQUEST,))
+            await usage_page(session, UsageFilter("2026-11"), Groups((Grouping.REQUEST,)))
         with pytest.raises(InvalidValue, match="month"):
-            await usage_page(session, of(customer, "2026-13"), (DAY,))
+            await usage_page(session, of(customer, "2026-13"), Groups((DAY,)))
 
 
 async def test_the_statement_reads_the_index_of_the_customer_and_no_other_time(acme: Acme) -> None:
@@ -440,7 +636,7 @@ async def test_the_statement_reads_the_index_of_the_customer_and_no_other_time(a
             of(acme.customer),
             await parameters_of(session, of(acme.customer)) | {"limit": 100},
         )
-        statement = group_statement(what, (DAY,), "", parameters)
+        statement = group_statement(what, Groups((DAY,)), "", parameters)
         plan = "\n".join((await session.scalars(text("EXPLAIN " + statement), parameters)).all())
 
     assert "organization_id_settled_at" in plan
@@ -451,11 +647,34 @@ async def test_the_statement_reads_the_index_of_the_customer_and_no_other_time(a
     assert "settled_at < " in condition
 
 
+async def test_a_filter_by_end_user_reads_the_index_of_end_users(acme: Acme) -> None:
+    await execute_unguarded(acme.sessions, "SELECT create_usage_partition('2026-11-01')")
+    end_users = [await acme.end_user(f"user-{number}") for number in range(20)]
+    await acme.use_and_rate(
+        *(
+            Consumed(1, settled_at=FIRST + timedelta(minutes=n), end_user_id=end_users[n % 20])
+            for n in range(2000)
+        )
+    )
+    for what in (of(acme.customer), replace(of(acme.customer), period=Days(FIRST.date(), LAST))):
+        one = replace(what, end_user_id=end_users[7])
+        async with acme.sessions.begin() as session:
+            await session.execute(text("ANALYZE usage_events"))
+            parameters = await parameters_of(session, one) | {"limit": 100}
+            statement = group_statement(one, Groups((DAY,)), "", parameters)
+            plan = "\n".join(
+                (await session.scalars(text("EXPLAIN " + statement), parameters)).all()
+            )
+
+        assert "ix_usage_events_2026_11_end_user_id_settled_at" in plan
+        assert "Seq Scan on usage_events" not in plan
+
+
 async def test_the_calendars_last_day_has_no_usage(sessions: Sessions, customer: Customer) -> None:
     """No later date exists."""
     async with sessions() as session:
         last = UsageFilter("2026-11", customer.organization_id, day=date(9999, 12, 31))
-        assert (await usage_page(session, last, (DAY,))).rows == ()
+        assert (await usage_page(session, last, Groups((DAY,)))).rows == ()
 
 
 async def test_names_that_no_model_has_are_refused_before_the_database_refuses_them(
@@ -464,8 +683,11 @@ async def test_names_that_no_model_has_are_refused_before_the_database_refuses_t
     owner = customer.organization_id
     async with sessions() as session:
         with pytest.raises(InvalidValue, match="model"):
-            await usage_page(session, UsageFilter("2025-10", owner, model="a\0"), [Grouping.DAY])
+            await usage_page(session, UsageFilter("2025-10", owner, model="a\0"), Groups((DAY,)))
         with pytest.raises(InvalidValue, match="page_token"):
             await usage_page(
-                session, UsageFilter("2025-10", owner), [Grouping.MODEL], token=page_token("a\0")
+                session,
+                UsageFilter("2025-10", owner),
+                Groups((Grouping.MODEL,)),
+                token=page_token("a\0"),
             )

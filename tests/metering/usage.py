@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from typing import Any, TypedDict
 
-from sqlalchemy import insert, text
+from sqlalchemy import func, insert, text, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.models import (
@@ -19,6 +19,7 @@ from metering.core.models import (
     QuotaSubject,
     QuotaTerms,
     UsageEvent,
+    UsageSubject,
     insertion,
 )
 from metering.ledger.ledger import AccountKey, AccountKind, MonthState
@@ -32,6 +33,7 @@ from metering.tenants.api_keys import KeyRecord, create_api_key
 from metering.tenants.billing_profiles import BillingProfile
 from metering.tenants.key_terms import KeyTerms
 from metering.tenants.tenants import create_organization, create_project
+from metering.tenants.usage_subjects import create_usage_subject
 
 NOVEMBER = datetime(2026, 11, 15, 12, tzinfo=UTC)
 
@@ -71,6 +73,8 @@ class Consumed:
     part: int = 0
     embedding_token_count: int = 0
     reasoning_token_count: int = 0
+    end_user_id: uuid.UUID | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def token_count(self) -> int:
@@ -179,7 +183,8 @@ async def add_usage(
             "request_id": uuid.uuid4(),
             "model": price.model,
             "price_version_id": price.prices.version,
-            "labels": {},
+            "labels": dict(event.labels),
+            "end_user_id": event.end_user_id,
             "input_token_count": event.input_token_count,
             "cached_input_token_count": event.cached_input_token_count,
             "admitted_at": event.settled_at,
@@ -243,6 +248,20 @@ class Acme:
         """Insert usage, as settlements do; return the ids of the events."""
         async with self.sessions.begin() as session:
             return await add_usage(session, self.customer, price or self.price, events)
+
+    async def end_user(self, name: str) -> uuid.UUID:
+        """Create an end user, as its first request does; return its id."""
+        async with self.sessions.begin() as session:
+            made = await create_usage_subject(session, self.organization_id, "end_user", "", name)
+            return made[0].id
+
+    async def erase(self, *end_user_ids: uuid.UUID) -> None:
+        """Remove the names of end users."""
+        erased = {"name": None, "erased_at": func.now(), "archived_at": func.now()}
+        async with self.sessions.begin() as session:
+            await session.execute(
+                update(UsageSubject).where(UsageSubject.id.in_(end_user_ids)).values(erased)
+            )
 
     async def mark_closed(self, month: date, at: datetime) -> None:
         """Record that a month is closed, without an invoice."""

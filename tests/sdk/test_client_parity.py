@@ -127,7 +127,7 @@ def public(kind: type) -> set[str]:
 
 def calls_of(kind: type) -> dict[str, set[str]]:
     """Return the public calls of a client with the names of their arguments."""
-    found = {}
+    found: dict[str, set[str]] = {}
     for base in kind.__mro__[:-1]:
         for name, member in vars(base).items():
             if name.startswith("_") or not callable(member) or name in found:
@@ -135,9 +135,11 @@ def calls_of(kind: type) -> dict[str, set[str]]:
             # A call that reads pages takes the arguments of the function that reads them.
             paged = PAGED.get(name)
             function = member if paged is None else getattr(kind, paged)
-            found[name] = {snake(each) for each in inspect.signature(function).parameters} - {
-                "self"
-            }
+            found[name] = set()
+            for each in inspect.signature(function).parameters.values():
+                options = re.fullmatch(r"Unpack\[(\w+)\]", str(each.annotation))
+                found[name] |= (options and in_python(options[1])) or {snake(each.name)}
+            found[name] -= {"self"}
     return found
 
 

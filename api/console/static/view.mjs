@@ -40,15 +40,19 @@ export class View {
     return call(name, request, this.left.signal);
   }
 
-  // Go to this page with other parameters; empty ones are left out.
-  go(changes) {
+  // Address of this page with other parameters; empty ones are left out.
+  address(changes) {
     const next = new URLSearchParams(this.params);
     for (const [name, value] of Object.entries(changes)) {
       if (value) next.set(name, value);
       else next.delete(name);
     }
     const query = next.toString();
-    location.hash = `#/${this.page.id}${query ? `?${query}` : ""}`;
+    return `#/${this.page.id}${query ? `?${query}` : ""}`;
+  }
+
+  go(changes) {
+    location.hash = this.address(changes);
   }
 
   failed(error, show) {

@@ -135,7 +135,8 @@ class BillingServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetUsage(self, request, context):
-        """Returns the usage of a month by day, project, API key, model, or request.
+        """Returns the usage of a month or of days by time, project, API key, model, end user, label, or
+        request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,9 @@ class BillingServiceStub:
     GetMonthReport: _grpc.UnaryUnaryMultiCallable[_billing_service_pb2.GetMonthReportRequest, _billing_service_pb2.GetMonthReportResponse]
     """Returns the report of one calendar month (UTC) of one organization from the ledger."""
     GetUsage: _grpc.UnaryUnaryMultiCallable[_usage_reports_pb2.GetUsageRequest, _usage_reports_pb2.GetUsageResponse]
-    """Returns the usage of a month by day, project, API key, model, or request."""
+    """Returns the usage of a month or of days by time, project, API key, model, end user, label, or
+    request.
+    """
     GetForecast: _grpc.UnaryUnaryMultiCallable[_usage_reports_pb2.GetForecastRequest, _usage_reports_pb2.GetForecastResponse]
     """Returns the cost of the current month so far, and its forecast."""
     ExportMonth: _grpc.UnaryStreamMultiCallable[_usage_reports_pb2.ExportMonthRequest, _usage_reports_pb2.ExportMonthResponse]
@@ -94,7 +96,9 @@ class BillingServiceAsyncStub(BillingServiceStub):
     GetMonthReport: _aio.UnaryUnaryMultiCallable[_billing_service_pb2.GetMonthReportRequest, _billing_service_pb2.GetMonthReportResponse]  # type: ignore[assignment]
     """Returns the report of one calendar month (UTC) of one organization from the ledger."""
     GetUsage: _aio.UnaryUnaryMultiCallable[_usage_reports_pb2.GetUsageRequest, _usage_reports_pb2.GetUsageResponse]  # type: ignore[assignment]
-    """Returns the usage of a month by day, project, API key, model, or request."""
+    """Returns the usage of a month or of days by time, project, API key, model, end user, label, or
+    request.
+    """
     GetForecast: _aio.UnaryUnaryMultiCallable[_usage_reports_pb2.GetForecastRequest, _usage_reports_pb2.GetForecastResponse]  # type: ignore[assignment]
     """Returns the cost of the current month so far, and its forecast."""
     ExportMonth: _aio.UnaryStreamMultiCallable[_usage_reports_pb2.ExportMonthRequest, _usage_reports_pb2.ExportMonthResponse]  # type: ignore[assignment]
@@ -155,7 +159,9 @@ class BillingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _usage_reports_pb2.GetUsageRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_usage_reports_pb2.GetUsageResponse, _abc.Awaitable[_usage_reports_pb2.GetUsageResponse]]:
-        """Returns the usage of a month by day, project, API key, model, or request."""
+        """Returns the usage of a month or of days by time, project, API key, model, end user, label, or
+        request.
+        """
 
     @_abc_1.abstractmethod
     def GetForecast(

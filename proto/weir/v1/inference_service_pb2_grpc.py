@@ -138,8 +138,8 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetOwnUsage(self, request, context):
-        """Returns usage and cost of the calling key, or of its project, by day and model.
-        RESOURCE_EXHAUSTED if too many reports of the key wait.
+        """Returns usage and cost of the calling key, or of its project, by time, model, end user and
+        label. RESOURCE_EXHAUSTED if too many reports of the key wait.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

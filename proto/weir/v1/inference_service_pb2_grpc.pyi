@@ -62,8 +62,8 @@ class InferenceServiceStub:
     if the project has no such request.
     """
     GetOwnUsage: _grpc.UnaryUnaryMultiCallable[_usage_reports_pb2.GetOwnUsageRequest, _usage_reports_pb2.GetOwnUsageResponse]
-    """Returns usage and cost of the calling key, or of its project, by day and model.
-    RESOURCE_EXHAUSTED if too many reports of the key wait.
+    """Returns usage and cost of the calling key, or of its project, by time, model, end user and
+    label. RESOURCE_EXHAUSTED if too many reports of the key wait.
     """
     Embed: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.EmbedRequest, _inference_service_pb2.EmbedResponse]
     """Turns texts into vectors with an embedding model. Billed by embedded tokens, at the model's
@@ -110,8 +110,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     if the project has no such request.
     """
     GetOwnUsage: _aio.UnaryUnaryMultiCallable[_usage_reports_pb2.GetOwnUsageRequest, _usage_reports_pb2.GetOwnUsageResponse]  # type: ignore[assignment]
-    """Returns usage and cost of the calling key, or of its project, by day and model.
-    RESOURCE_EXHAUSTED if too many reports of the key wait.
+    """Returns usage and cost of the calling key, or of its project, by time, model, end user and
+    label. RESOURCE_EXHAUSTED if too many reports of the key wait.
     """
     Embed: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.EmbedRequest, _inference_service_pb2.EmbedResponse]  # type: ignore[assignment]
     """Turns texts into vectors with an embedding model. Billed by embedded tokens, at the model's
@@ -197,8 +197,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _usage_reports_pb2.GetOwnUsageRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_usage_reports_pb2.GetOwnUsageResponse, _abc.Awaitable[_usage_reports_pb2.GetOwnUsageResponse]]:
-        """Returns usage and cost of the calling key, or of its project, by day and model.
-        RESOURCE_EXHAUSTED if too many reports of the key wait.
+        """Returns usage and cost of the calling key, or of its project, by time, model, end user and
+        label. RESOURCE_EXHAUSTED if too many reports of the key wait.
         """
 
     @_abc_1.abstractmethod

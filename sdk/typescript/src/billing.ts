@@ -1,11 +1,11 @@
 /** Client of the billing API: reports, months, usage, invoices, corrections, alerts. */
 
 import type { CallOptionsOf } from "./connection.js";
-import { numberOf } from "./conversion.js";
+import { invalid } from "./checks.js";
+import { LABEL_PREFIX, numberOf, usageGroups } from "./conversion.js";
 import { BillingService } from "./gen/weir/v1/billing_service_pb.js";
 import {
   MonthExportFormat as ExportFormats,
-  UsageGrouping as Groupings,
 } from "./gen/weir/v1/usage_reports_pb.js";
 import { BillingCalls } from "./generated_calls.js";
 import type {
@@ -35,6 +35,14 @@ export interface GetInvoiceOptions extends CallOptionsOf {
   readonly month?: string;
 }
 
+/** Options of `exportMonth`. */
+export interface ExportOptions extends CallOptionsOf {
+  /** Default: the key's own. */
+  readonly organization?: string;
+  /** `end_user` and labels such as `label:team`. Default: charges are not split, without tags. */
+  readonly tags?: readonly string[];
+}
+
 /** Options of `getUsage`. */
 export interface UsageOptions extends CallOptionsOf {
   /** Default: the key's own organization, or all with a key of the scope `admin`. */
@@ -51,6 +59,12 @@ export interface UsageOptions extends CallOptionsOf {
   readonly apiKey?: string;
   /** Only this model. */
   readonly model?: string;
+  /** Only this end user, by name. */
+  readonly endUser?: string;
+  /** Only requests with all these labels. */
+  readonly labels?: Readonly<Record<string, string>>;
+  /** The rows with the highest cost first. */
+  readonly largestFirst?: boolean;
   /** Number of rows per page. Default: the server's. */
   readonly pageSize?: number;
 }
@@ -79,19 +93,20 @@ export class BillingClient extends BillingCalls {
    * Yields pages of a month's charges, or of the usage of some days.
    *
    * @param month `YYYY-MM`, in UTC; `""` with `firstDay`.
-   * @param groupBy columns of the rows, in this order.
+   * @param groupBy columns of the rows, in this order; `label:KEY` for the values of one label.
    */
   async *getUsage(
     month: string,
-    groupBy: readonly UsageGrouping[],
+    groupBy: readonly (UsageGrouping | `label:${string}`)[],
     options: UsageOptions = {},
   ): AsyncGenerator<UsagePage, void, void> {
     const { organization = "", day = "", project = "", apiKey = "", model = "" } = options;
-    const { firstDay = "", lastDay = "" } = options;
+    const { firstDay = "", lastDay = "", endUser = "", labels = {} } = options;
     const filters = { organization, month, day, firstDay, lastDay, project, apiKey, model };
-    const groups = groupBy.map((each) => numberOf("groupBy", Groupings, each));
+    const { largestFirst = false } = options;
+    const more = { endUser, labels, largestFirst, ...usageGroups("groupBy", groupBy) };
     for (let pageToken = ""; ; ) {
-      const init = { ...filters, groupBy: groups, pageSize: options.pageSize ?? 0, pageToken };
+      const init = { ...filters, ...more, pageSize: options.pageSize ?? 0, pageToken };
       const page = await this.connection.call(BillingService.method.getUsage, init, options);
       yield wire.usagePage(page);
       pageToken = page.nextPageToken;
@@ -99,14 +114,26 @@ export class BillingClient extends BillingCalls {
     }
   }
 
-  /** Exports a month (`YYYY-MM`, UTC) as a file. */
+  /**
+   * Exports a month (`YYYY-MM`, UTC) as a file. `tags` split the charges of a FOCUS file by
+   * `end_user` and labels such as `label:team`, and name them in its column Tags.
+   */
   async exportMonth(
     month: string,
     format: MonthExportFormat,
-    options: CallOptionsOf & { readonly organization?: string } = {},
+    options: ExportOptions = {},
   ): Promise<MonthFile> {
-    const { organization = "" } = options;
-    const init = { organization, month, format: numberOf("format", ExportFormats, format) };
+    const { organization = "", tags = [] } = options;
+    const labels = tags.filter((each) => each.startsWith(LABEL_PREFIX));
+    if (tags.some((each) => each !== "end_user" && !labels.includes(each)))
+      throw invalid("tags", `must be end_user or ${LABEL_PREFIX}KEY, got ${tags.join(", ")}`);
+    const init = {
+      organization,
+      month,
+      format: numberOf("format", ExportFormats, format),
+      tagLabelKeys: labels.map((each) => each.slice(LABEL_PREFIX.length)),
+      tagEndUser: tags.includes("end_user"),
+    };
     return await this.exported(init, options);
   }
 

@@ -137,10 +137,14 @@ export const USAGE: Readonly<Record<keyof OwnUsageOptions, Check>> = {
   firstDay: TEXT,
   lastDay: TEXT,
   by: [
-    (value) => Array.isArray(value) && value.every((each) => each === "day" || each === "model"),
-    'a list of "day" and "model"',
+    (value) =>
+      Array.isArray(value) &&
+      value.every((each) => /^(day|hour|model|end_user|label:.+)$/s.test(String(each))),
+    'a list of "day", "hour", "model", "end_user" and "label:KEY"',
   ],
   model: TEXT,
+  endUser: TEXT,
+  labels: LABELS,
   project: BOOLEAN,
 };
 

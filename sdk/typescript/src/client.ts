@@ -10,9 +10,9 @@ import {
   resolveSettings,
   tried,
 } from "./connection.js";
+import { usageGroups } from "./conversion.js";
 import { InvalidRequest, NO_DETAILS } from "./errors.js";
 import { ClientFrameSchema, InferenceService } from "./gen/weir/v1/inference_service_pb.js";
-import { UsageGrouping } from "./gen/weir/v1/usage_reports_pb.js";
 import type {
   Generation as RecordedGeneration,
   KeyRestrictions,
@@ -237,19 +237,17 @@ export class WeirClient implements AsyncDisposable {
   }
 
   /**
-   * Returns usage and cost of this key, or of its project, by day (UTC) and model. `cost` is exact,
-   * before plan, credit and tax; it includes usage not posted yet.
+   * Returns usage and cost of this key, or of its project, by day (UTC) and model by default.
+   * `cost` is exact, before plan, credit and tax; it includes usage not posted yet.
    */
   async usage(options: OwnUsageOptions = {}, call: CallOptionsOf = {}): Promise<UsageReport> {
     checkOptions(options, USAGE);
     const { by = [], ...fields } = options;
-    const groupBy = by.map((each) =>
-      each === "day" ? UsageGrouping.DAY : UsageGrouping.MODEL,
-    );
+    const groups = usageGroups("by", by);
     return wire.usageReport(
       await this.connection.call(
         InferenceService.method.getOwnUsage,
-        { ...fields, groupBy },
+        { ...fields, ...groups },
         call,
       ),
     );

@@ -6,9 +6,13 @@ import {
   type Money as MoneyMessage,
   QuotaDimension as QuotaDimensionMessage,
 } from "./gen/weir/v1/types_pb.js";
+import { UsageGrouping } from "./gen/weir/v1/usage_reports_pb.js";
 import { type FinishReason, QUOTA_DIMENSIONS, type QuotaDimension } from "./generated_values.js";
 import { invalid } from "./checks.js";
 import { Money, PICOS_PER_UNIT } from "./money.js";
+
+/** What a grouping by a label begins with, before its key. */
+export const LABEL_PREFIX = "label:";
 
 /** Returns a count as a plain number. Throws a RangeError if it is not exact. */
 export function count(value: bigint): number {
@@ -55,6 +59,23 @@ export function numberOf<Numbers extends Record<string, string | number>>(
     throw invalid(field, `must be one of ${known.join(", ")}, not "${name}"`);
   }
   return numbers[found] as Extract<Numbers[keyof Numbers], number>;
+}
+
+/**
+ * Returns the groupings of a report, and the key of the label of `label:KEY`. Throws InvalidRequest
+ * for an unknown grouping, and for a second label.
+ */
+export function usageGroups(
+  field: string,
+  by: readonly string[],
+): { groupBy: UsageGrouping[]; labelKey: string } {
+  const labels = by.filter((each) => each.startsWith(LABEL_PREFIX));
+  if (labels.length > 1)
+    throw invalid(field, "must have at most one label: ask once for each of them");
+  const groupBy = by.map((each) =>
+    labels.includes(each) ? UsageGrouping.LABEL : numberOf(field, UsageGrouping, each),
+  );
+  return { groupBy, labelKey: labels[0]?.slice(LABEL_PREFIX.length) ?? "" };
 }
 
 /** Returns a duration in milliseconds. */

@@ -361,10 +361,7 @@ export interface UsageShare {
   readonly amount: Money;
 }
 
-/**
- * Usage of one group. Fields outside the grouping are empty. Never contains prompts, answers or
- * labels.
- */
+/** Usage of one group. Fields outside the grouping are empty. Never contains prompts or answers. */
 export interface UsageRow {
   /** The customer's id. */
   readonly organizationId: string;
@@ -421,6 +418,14 @@ export interface UsageRow {
   readonly reasoningTokenCount: number;
   /** Exact cost, posted or not: `amount` plus `pending_amount`. */
   readonly cost: Money;
+  /** The hour of settlement, in UTC: 2026-11-28T14:00Z. */
+  readonly hour: string;
+  /** Id of the end user, also for single requests. Empty: none was given. */
+  readonly endUserId: string;
+  /** Name of the end user. Empty with an id: erased. */
+  readonly endUser: string;
+  /** Value of the label. Unset: the requests do not have it. */
+  readonly labelValue: string | undefined;
 }
 
 /** Usage of a key or a project. */
@@ -905,7 +910,10 @@ export type UsageGrouping =
   | "project"
   | "api_key"
   | "model"
-  | "request";
+  | "request"
+  | "end_user"
+  | "label"
+  | "hour";
 
 /** Source of a price. unspecified: newer than this client. */
 export type PriceSource =

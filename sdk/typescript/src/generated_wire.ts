@@ -481,6 +481,10 @@ export function usageRow(
     migrationCount: count(value.migrationCount),
     reasoningTokenCount: count(value.reasoningTokenCount),
     cost: money(value.cost),
+    hour: value.hour,
+    endUserId: value.endUserId,
+    endUser: value.endUser,
+    labelValue: value.labelValue,
   };
 }
 

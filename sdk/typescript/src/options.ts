@@ -202,9 +202,13 @@ export interface OwnUsageOptions {
   /** Last day of use, `YYYY-MM-DD` in UTC; at most 92 days in all. Default: today. */
   readonly lastDay?: string;
   /** What a row is for, in this order. Default: `["day", "model"]`. */
-  readonly by?: readonly ("day" | "model")[];
+  readonly by?: readonly ("day" | "hour" | "model" | "end_user" | `label:${string}`)[];
   /** Only this model. */
   readonly model?: string;
+  /** Only this end user, by name. */
+  readonly endUser?: string;
+  /** Only requests with all these labels. */
+  readonly labels?: Readonly<Record<string, string>>;
   /** The sum of all keys of the project; not for a key that is limited to some models. */
   readonly project?: boolean;
 }

@@ -9,7 +9,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -29,6 +29,7 @@ from weir_client import (
     Unavailable,
     UsageGrouping,
 )
+from weir_client.checks import LABEL_PREFIX
 
 from weir_cli.commands import ExitCode
 from weir_cli.connection import (
@@ -56,14 +57,18 @@ from weir_cli.render import (
 )
 from weir_cli.terms import option
 from weir_cli.texts import (
+    NOT_GIVEN,
     Cell,
     amount_text,
     counted,
     decimal_text,
+    end_user_text,
+    label_text,
     money_places,
     money_text,
     parse_picos,
     parsed,
+    shortened,
     time_text,
 )
 
@@ -93,6 +98,9 @@ KEYS: Mapping[str, tuple[UsageGrouping, str, Callable[[UsageRow], str]]] = {
     "project": (UsageGrouping.PROJECT, "project", lambda row: row.project_name),
     "key": (UsageGrouping.API_KEY, "key", lambda row: f"{row.api_key_name} ({row.api_key_prefix})"),
     "model": (UsageGrouping.MODEL, "model", lambda row: row.model),
+    "end-user": (UsageGrouping.END_USER, "end user", lambda row: shortened(end_user_text(row))),
+    "label:KEY": (UsageGrouping.LABEL, "label", lambda row: shortened(label_text(row))),
+    "hour": (UsageGrouping.HOUR, "hour (UTC)", lambda row: row.hour[:16].replace("T", " ")),
     "request": (UsageGrouping.REQUEST, "request", lambda row: row.request_id),
 }
 KEY_COLUMNS = {grouping: (column, key) for grouping, column, key in KEYS.values()}
@@ -103,6 +111,7 @@ KIND_COLUMNS: Mapping[str, Callable[[UsageRow], Cell]] = {
     "thinking": lambda row: row.reasoning_token_count,
     "embedded": lambda row: row.embedding_token_count,
 }
+UNORDERED = (UsageGrouping.END_USER, UsageGrouping.LABEL)  # shown by cost
 OPTIONAL_KINDS = ("thinking", "embedded")  # columns shown only if a row has such tokens
 USAGE_DROP = ("failed", "limited", "cancelled", "cached", "thinking", "requests", "pending")
 
@@ -144,17 +153,33 @@ ADJUSTMENTS: Table[Adjustment] = Table(
     optional=dict.fromkeys(("invoice", "number"), lambda each: each.invoice_number),
     drop=("decided by", "by", "proposed", "month", "number", "invoice", "id"),
 )
+# Filters of usage, also of `weir usage`.
+WHOSE = {
+    "end_user": option(str, "Only this end user.", "--end-user", default="", metavar="NAME"),
+    "labels": option(
+        list[str], "Only requests with this label; repeatable.", "--label", metavar="KEY=VALUE"
+    ),
+}
 # Rows of `weir month show --by`, and its chart.
 USAGE = {
     "by": option(
         str,
-        "Group by day, project, key, model, or several with commas; or by request.",
+        "Group by day, hour, project, key, model, end-user, label:KEY, or several with commas; or"
+        " by request.",
         "--by",
         default="",
     ),
     "day": option(str, "With --by: only this day, YYYY-MM-DD in UTC.", "--day", default=""),
     "project": option(str, "With --by: only this project.", "--project", default=""),
     "key": option(str, "With --by: only this API key, by prefix or id.", "--key", default=""),
+    **WHOSE,
+    "tags": option(
+        str,
+        "With --format focus: split charges by end-user, label:KEY, or several with commas, and put"
+        " them into the column Tags.",
+        "--tags",
+        default="",
+    ),
     "everyone": option(
         bool, "With --by: all organizations. Needs an admin key.", "--all-orgs", default=False
     ),
@@ -187,6 +212,7 @@ CLOSE = {
 
 FILE_WIDTH = 120  # columns of a table written to a file
 TABLE_ROWS_MAX = 1_000  # a longer table is unreadable
+FORMULA_BEGINNINGS = ("=", "+", "-", "@", "\t", "\r")
 PAGE_ROWS = 5_000  # rows of a CSV page: far below the size limit of a message
 
 CSV_FIELDS: Mapping[str, Callable[[UsageRow], object]] = {
@@ -223,6 +249,19 @@ CSV_FIELDS: Mapping[str, Callable[[UsageRow], object]] = {
     "embedding_token_count": lambda row: row.embedding_token_count,
     "migration_count": lambda row: row.migration_count,
     "reasoning_token_count": lambda row: row.reasoning_token_count,
+    "hour": lambda row: row.hour,
+}
+# Columns of rows by end user and by label, whose texts the customer chose.
+CSV_OF_END_USERS: Mapping[str, Callable[[UsageRow], object]] = {
+    "end_user": lambda row: safe_cell(end_user_text(row)),
+    "end_user_id": lambda row: row.end_user_id,
+}
+CSV_OF_GROUPS: Mapping[UsageGrouping, Mapping[str, Callable[[UsageRow], object]]] = {
+    UsageGrouping.END_USER: CSV_OF_END_USERS,
+    UsageGrouping.REQUEST: CSV_OF_END_USERS,
+    UsageGrouping.LABEL: {
+        "label": lambda row: safe_cell(NOT_GIVEN if row.label_value is None else row.label_value)
+    },
 }
 
 FILES: Mapping[Format, MonthExportFormat] = {
@@ -232,15 +271,20 @@ FILES: Mapping[Format, MonthExportFormat] = {
 CLOSE_TIMEOUT_S = 300.0  # a close reads all usage events of its month
 
 
+def safe_cell(value: str) -> str:
+    """Quote a text that a spreadsheet would read as a formula."""
+    return f"'{value}" if value.startswith(FORMULA_BEGINNINGS) else value
+
+
 def plain(money: Money) -> str:
     return f"{money.amount:f}"
 
 
 def usage_table(
-    rows: Sequence[UsageRow], by: Sequence[UsageGrouping], total: UsageRow | None, title: str
+    rows: Sequence[UsageRow], by: Sequence[Group], total: UsageRow | None, title: str
 ) -> RenderableType:
     """Build a table of usage by group, with requests that ended early apart, and the total."""
-    if UsageGrouping.REQUEST in by:
+    if by[0].grouping is UsageGrouping.REQUEST:
         return request_table(rows, total, title)
     shown = [*rows, *([total] if total else [])]
     decimals, pending = row_places(shown), any(row.pending_amount.picos for row in shown)
@@ -254,7 +298,7 @@ def usage_table(
     }
     if pending:
         numbers["pending"] = lambda row: decimal_text(row.pending_amount.amount, decimals)
-    keys = {KEY_COLUMNS[each][0]: KEY_COLUMNS[each][1] for each in by}
+    keys = dict(each.column for each in by)
     last, last_key = list(keys.items())[-1]
     keys[last] = lambda row: last_key(row) + (" (late)" if row.late else "")
     extra = (
@@ -321,9 +365,11 @@ def row_places(rows: Iterable[UsageRow]) -> int:
     return money_places(money for row in rows for money in (row.amount, row.pending_amount))
 
 
-def usage_csv(rows: Iterable[UsageRow], *, header: bool) -> str:
+def usage_csv(rows: Iterable[UsageRow], by: Sequence[Group], *, header: bool) -> str:
     """Format rows as CSV for spreadsheets, with exact plain numbers and without totals."""
-    return csv_of(rows, CSV_FIELDS, header=header)
+    of_groups = [CSV_OF_GROUPS.get(each.grouping, {}) for each in by]
+    columns = {name: cell for each in (CSV_FIELDS, *of_groups) for name, cell in each.items()}
+    return csv_of(rows, columns, header=header)
 
 
 def forecast_lines(forecast: UsageForecast) -> list[Text]:
@@ -392,24 +438,32 @@ def show_month(
         raise typer.BadParameter(
             "a terminal does not show it: add --output FILE", param_hint="--format"
         )
-    groups, everyone = parse_groups(rows.pop("by")), rows.pop("everyone")
+    groups, everyone = parse_rows(rows.pop("by")), rows.pop("everyone")
     if groups and form in FILES:
         raise typer.BadParameter(
             f"--format {form} covers the whole month: omit --by", param_hint="--by"
         )
+    tags = parse_groups(rows.pop("tags"), ("end-user", "label:KEY"), "--tags")
+    if tags and form != "focus":
+        raise typer.BadParameter("needs --format focus", param_hint="--tags")
     if not groups and (everyone or any(rows.values())):
         raise typer.BadParameter(
-            "--day, --project, --key and --all-orgs need --by", param_hint="--by"
+            "--day, --project, --key, --end-user, --label and --all-orgs need --by",
+            param_hint="--by",
         )
     if everyone and organization:
         raise typer.BadParameter("give --org or --all-orgs", param_hint="--all-orgs")
     owner = "" if everyone else organization_or_default(organization, client.address)
     if groups:
-        rows["api_key"] = rows.pop("key")
-        found = client.get_usage(month, groups, organization=owner, page_size=PAGE_ROWS, **rows)
+        rows |= {"api_key": rows.pop("key"), "labels": parse_labels(rows["labels"])}
+        # A table has the first rows only, which are those that matter where names have no order.
+        rows["largest_first"] = form == "table" and bool(owner) and groups[0].grouping in UNORDERED
+        found = client.get_usage(
+            month, [str(each) for each in groups], organization=owner, page_size=PAGE_ROWS, **rows
+        )
         write_usage(form, output, found, groups, month, plot)
     elif form in FILES:
-        save(client, month, FILES[form], owner, output)
+        save(client, month, FILES[form], owner, output, [str(each) for each in tags])
     else:
         write_report(client, month, owner, form, output, plot)
 
@@ -445,25 +499,76 @@ def forecast(
     return found, *forecast_lines(found)
 
 
-def parse_groups(by: str) -> list[UsageGrouping]:
-    """Parse the keys of `--by`. Raises: typer.BadParameter for an unknown one."""
-    names = [name.strip() for name in by.split(",") if name.strip()]
-    if wrong := [name for name in names if name not in KEYS]:
-        raise typer.BadParameter(f"{wrong[0]!r} is not one of {', '.join(KEYS)}", param_hint="--by")
-    return [KEYS[name][0] for name in names]
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Grouping of rows, with the key of a label."""
+
+    grouping: UsageGrouping
+    label_key: str = ""
+
+    def __str__(self) -> str:
+        """Return the grouping as the client takes it."""
+        return f"{LABEL_PREFIX}{self.label_key}" if self.label_key else self.grouping.value
+
+    @property
+    def column(self) -> tuple[str, Callable[[UsageRow], str]]:
+        """Name of the column, and its cells."""
+        name, cell = KEY_COLUMNS[self.grouping]
+        return self.label_key or name, cell
+
+
+def parse_groups(by: str, words: Iterable[str], hint: str = "--by") -> list[Group]:
+    """Parse words for groupings. Raises: typer.BadParameter for one that is not of `words`."""
+    groups = []
+    for word in filter(None, map(str.strip, by.split(","))):
+        key = word.removeprefix(LABEL_PREFIX) if word.startswith(LABEL_PREFIX) else ""
+        known = "label:KEY" if key else word
+        if known not in words or (known == "label:KEY" and key in ("", "KEY")):
+            allowed = ", ".join(words)
+            raise typer.BadParameter(f"{word!r} is not one of {allowed}", param_hint=hint)
+        groups.append(Group(KEYS[known][0], key))
+    if len(set(groups)) < len(groups):
+        raise typer.BadParameter(f"{by!r} has a word twice", param_hint=hint)
+    return groups
+
+
+def parse_rows(by: str, words: Iterable[str] = KEYS) -> list[Group]:
+    """Parse the words of `--by`, with one label at most. Raises: typer.BadParameter."""
+    groups = parse_groups(by, words)
+    if len([each for each in groups if each.label_key]) > 1:
+        raise typer.BadParameter("has two labels: give one label:KEY at a time", param_hint="--by")
+    return groups
+
+
+def parse_labels(labels: Iterable[str] | None) -> dict[str, str]:
+    """Parse the values of `--label`. Raises: typer.BadParameter."""
+    found: dict[str, str] = {}
+    for label in labels or ():
+        key, equals, value = label.partition("=")
+        if not key or not equals:
+            raise typer.BadParameter(
+                f"{label!r} is not KEY=VALUE, such as team=search", param_hint="--label"
+            )
+        if key in found:
+            raise typer.BadParameter(f"{key!r} is given twice", param_hint="--label")
+        found[key] = value
+    return found
 
 
 def write_usage(
     form: Format,
     output: Path | None,
     found: Iterator[UsagePage],
-    groups: list[UsageGrouping],
+    groups: list[Group],
     month: str,
     plot: bool | None,
 ) -> None:
     """Print rows as a table, CSV or JSON. CSV is written page by page, to save memory."""
     if form == "csv":
-        put(output, (usage_csv(page.rows, header=not index) for index, page in enumerate(found)))
+        put(
+            output,
+            (usage_csv(page.rows, groups, header=not index) for index, page in enumerate(found)),
+        )
         return
     first = next(found)
     if form == "json":
@@ -487,14 +592,14 @@ def write_usage(
     drawn = usage_table(rows, groups, first.total, title)
     if output is None:
         show(drawn)
-        if UsageGrouping.DAY in groups and wants_plot(plot):
+        if Group(UsageGrouping.DAY) in groups and wants_plot(plot):
             show_plot(month, rows)
     else:
         put(output, [to_text(drawn, FILE_WIDTH)])
     if first.has_more or len(first.rows) > TABLE_ROWS_MAX:
         note(
-            f"the first {len(rows):,} rows: --format csv has them all, --day, --project and --key"
-            " narrow it down"
+            f"the first {len(rows):,} rows: --format csv has them all, --day, --project, --key,"
+            " --end-user and --label narrow it down"
         )
 
 
@@ -564,10 +669,15 @@ def present_day() -> date:
 
 
 def save(
-    client: BillingClient, month: str, form: MonthExportFormat, organization: str, path: Path | None
+    client: BillingClient,
+    month: str,
+    form: MonthExportFormat,
+    organization: str,
+    path: Path | None,
+    tags: Sequence[str] = (),
 ) -> None:
     """Write the file of a month, to stdout without a `path`."""
-    write_file(client.export_month(month, form, organization=organization), path)
+    write_file(client.export_month(month, form, organization=organization, tags=tags), path)
 
 
 def write_file(file: MonthFile, path: Path | None) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Result,
         Timings,
         Usage,
+        UsageRow,
     )
 
 T = TypeVar("T")
@@ -37,6 +38,8 @@ MONEY = (
     QuotaDimension.PREPAID_CREDIT,
     *(each for each in QuotaDimension if each.startswith("cost-")),
 )
+NAME_CHARS_MAX = 32  # in a table of usage
+NOT_GIVEN, ERASED = "(not given)", "(erased)"
 SPAN_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
@@ -64,6 +67,23 @@ def parse_time(text: str | None, now: datetime, flag: str) -> datetime | None:
             "write it as 90m, 12h, 7d, 2026-11-20 or 2026-11-20T18:00:00Z", param_hint=flag
         ) from None
     return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+def end_user_text(row: UsageRow) -> str:
+    """Name the end user of a row of usage; one that was erased by its id."""
+    if row.end_user:
+        return row.end_user
+    return f"{ERASED} {row.end_user_id}" if row.end_user_id else NOT_GIVEN
+
+
+def label_text(row: UsageRow) -> str:
+    """Name the label of a row of usage."""
+    return NOT_GIVEN if row.label_value is None else row.label_value or "(empty)"
+
+
+def shortened(text: str) -> str:
+    """Shorten a name that leaves no room for the numbers of a table."""
+    return text if len(text) <= NAME_CHARS_MAX else f"{text[: NAME_CHARS_MAX - 1]}…"
 
 
 def counted(count: int, noun: str, several: str = "") -> str:

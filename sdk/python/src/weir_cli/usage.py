@@ -11,7 +11,15 @@ import typer
 from weir_client import UsageGrouping
 
 from weir_cli.connection import Output, calls, inference_client
-from weir_cli.months import KEY_COLUMNS, kinds_of, parse_groups, present_day
+from weir_cli.months import (
+    UNORDERED,
+    WHOSE,
+    Group,
+    kinds_of,
+    parse_labels,
+    parse_rows,
+    present_day,
+)
 from weir_cli.render import Table
 from weir_cli.texts import Cell, checked_month, decimal_text, money_places
 
@@ -25,10 +33,11 @@ EARLY: Mapping[str, Callable[[UsageRow], Cell]] = {
     "limited": lambda row: row.limited.request_count,
     "failed": lambda row: row.failed.request_count,
 }
+WORDS = ("day", "hour", "model", "end-user", "label:KEY")  # of --by
 DROP = ("failed", "limited", "cancelled", "cached", "thinking", "requests")  # the first one first
 
 
-@calls(inference_client)
+@calls(inference_client, options=WHOSE)
 def usage(
     client: Client,
     month: Annotated[
@@ -59,7 +68,11 @@ def usage(
         ),
     ] = None,
     by: Annotated[
-        str, typer.Option("--by", help="A row for each day, model, or day,model.")
+        str,
+        typer.Option(
+            "--by",
+            help="A row for each day, hour, model, end-user, label:KEY, or several with commas.",
+        ),
     ] = "day",
     model: Annotated[str, typer.Option("--model", help="Only this model.")] = "",
     all_keys: Annotated[
@@ -72,14 +85,17 @@ def usage(
             "--plot/--no-plot", help="Draw the tokens of each day. Default: on a terminal."
         ),
     ] = None,
+    *,
+    end_user: str,
+    labels: list[str] | None,
 ) -> Output:
-    """Show usage and cost of your key, by day or by model.
+    """Show usage and cost of your key, by day, hour, model, end user or label.
 
     Costs are exact, before plan, credit and tax, and include requests that ended a second ago.
     """
-    groups = parse_groups(by)
-    if not groups or not set(groups) <= {UsageGrouping.DAY, UsageGrouping.MODEL}:
-        raise typer.BadParameter(f"{by!r} is not day, model or day,model", param_hint="--by")
+    groups = parse_rows(by, WORDS)
+    if not groups:
+        raise typer.BadParameter(f"must have one of {', '.join(WORDS)}", param_hint="--by")
     if month and (first or last):
         raise typer.BadParameter("give a month, or days with --from and --to", param_hint="MONTH")
     if last and not first:
@@ -88,20 +104,20 @@ def usage(
         month=month,
         first_day=first.date() if first else "",
         last_day=last.date() if last else "",
-        by=groups,
+        by=[str(each) for each in groups],
         model=model,
+        end_user=end_user,
+        labels=parse_labels(labels),
         project=all_keys,
     )
     parts: list[RenderableType] = [usage_table(found, groups, all_keys=all_keys)]
     is_drawn = plot if plot is not None else sys.stdout.isatty()
-    if is_drawn and UsageGrouping.DAY in groups and found.rows:
+    if is_drawn and Group(UsageGrouping.DAY) in groups and found.rows:
         parts.append(chart(found))
     return found, *parts
 
 
-def usage_table(
-    found: UsageReport, groups: list[UsageGrouping], *, all_keys: bool
-) -> RenderableType:
+def usage_table(found: UsageReport, groups: list[Group], *, all_keys: bool) -> RenderableType:
     """Build the table of rows and total, without columns that have only zeros."""
     shown = [*found.rows, found.total]
     decimals = money_places(row.cost for row in shown)
@@ -116,8 +132,11 @@ def usage_table(
     if not found.rows:
         return f"{of}, {days}: no usage"
     title = " · ".join((of, days, f"cost in {found.total.cost.currency_code}"))
-    keys: dict[str, Callable[[UsageRow], Cell]] = dict(KEY_COLUMNS[each] for each in groups)
-    drawn = Table(keys | numbers, right=numbers, title=title, drop=DROP).drawn(found.rows)
+    rows = list(found.rows)
+    if groups[0].grouping in UNORDERED:
+        rows.sort(key=lambda row: -row.cost.picos)
+    keys: dict[str, Callable[[UsageRow], Cell]] = dict(each.column for each in groups)
+    drawn = Table(keys | numbers, right=numbers, title=title, drop=DROP).drawn(rows)
     drawn.add_section()
     blanks = [""] * (len(keys) - 1)
     totals = [number(found.total) for number in numbers.values()]

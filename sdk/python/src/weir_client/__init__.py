@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from weir_client.options import GenerateOptions as GenerateOptions
     from weir_client.options import Message as Message
     from weir_client.options import Prompt as Prompt
+    from weir_client.options import UsageOptions as UsageOptions
     from weir_client.receipt_client import AsyncReceiptClient as AsyncReceiptClient
     from weir_client.receipt_client import ReceiptClient as ReceiptClient
     from weir_client.receipt_months import ReceiptVerdict as ReceiptVerdict
@@ -79,7 +80,7 @@ _NAMES = {
     "generated_values": VALUES,
     "generation": "AsyncGeneration",
     "money": "Money PICOS_PER_UNIT",
-    "options": "AttachOptions GenerateOptions Message Prompt",
+    "options": "AttachOptions GenerateOptions Message Prompt UsageOptions",
     "receipt_client": "AsyncReceiptClient ReceiptClient",
     "receipt_months": "ReceiptVerdict verify_receipts",
     "receipts": (

@@ -12,7 +12,14 @@ from weir.v1 import inference_service_pb2_grpc
 from weir.v1 import usage_reports_pb2 as usage_pb
 
 from weir_client import errors, wire
-from weir_client.checks import check_known, check_labels, check_model, check_seconds, written
+from weir_client.checks import (
+    check_known,
+    check_labels,
+    check_model,
+    check_seconds,
+    usage_groups,
+    written,
+)
 from weir_client.connection import (
     KEEPALIVE_S,
     MESSAGE_BYTES_MAX,
@@ -582,11 +589,13 @@ class AsyncClient(LazyClient):
         last_day: date | str = "",
         by: UsageGrouping | str | Sequence[UsageGrouping | str] = ("day", "model"),
         model: str = "",
+        end_user: str = "",
+        labels: Mapping[str, str] | None = None,
         project: bool = False,
         timeout: float | None = None,
         max_retries: int | None = None,
     ) -> UsageReport:
-        """Return usage and cost of this key, or of its project, by day (UTC) and model.
+        """Return usage and cost of this key, or of its project, by day (UTC) and model by default.
 
         The cost is exact, before plan, credit and tax; it includes usage not posted yet.
 
@@ -595,10 +604,13 @@ class AsyncClient(LazyClient):
             first_day: Instead of `month`: the first of up to 92 days of use, as a date or
                 `YYYY-MM-DD`. Default: the first of the current month.
             last_day: The last of these days. Default: today.
-            by: "day", "model" or both, in the order of the rows.
+            by: "day", "hour", "model", "end_user", "label:KEY" for the values of one label, or
+                several of them, in the order of the rows.
             model: Only this model.
+            end_user: Only this end user, by name.
+            labels: Only requests with all these labels.
             project: The sum of all keys of the project, which a key that is limited to some models
-                may not see.
+                may not see. It is not given by end user or label.
             timeout: Seconds for the call, retries included. Default: the client's.
             max_retries: Further attempts. Default: the client's.
 
@@ -612,15 +624,17 @@ class AsyncClient(LazyClient):
         >>> report.total.request_count == sum(row.request_count for row in report.rows)
         True
         """
-        groups = [by] if isinstance(by, str) else by
-        numbers = [f"USAGE_GROUPING_{str(each).upper()}" for each in groups]
+        groups, label_key = usage_groups(by, "by")
         fields = {
             "project": project,
             "month": month,
             "first_day": str(first_day),
             "last_day": str(last_day),
-            "group_by": numbers,
+            "group_by": groups,
+            "label_key": label_key,
             "model": model,
+            "end_user": end_user,
+            "labels": labels or {},
         }
         request = written(usage_pb.GetOwnUsageRequest, fields, {"group_by": "by"})
         response = await self._opened().call(

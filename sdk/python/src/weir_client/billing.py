@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from datetime import date
+from typing import Unpack
 
 from weir.v1 import alerts_pb2, months_pb2, usage_reports_pb2
 
 from weir_client import wire
 from weir_client.blocking import blocking, blocking_items
+from weir_client.checks import LABEL_PREFIX, check_known, invalid, usage_groups, written
 from weir_client.generated_calls import AsyncBillingCalls, BlockingBillingCalls
 from weir_client.generated_values import (
     Adjustment,
@@ -18,6 +19,7 @@ from weir_client.generated_values import (
     UsageGrouping,
     UsagePage,
 )
+from weir_client.options import UsageOptions
 from weir_client.unary import items_of
 from weir_client.values import MonthFile
 
@@ -45,51 +47,67 @@ class AsyncBillingClient(AsyncBillingCalls):
     async def _usage_pages(
         self,
         month: str,
-        group_by: Sequence[UsageGrouping],
-        *,
-        organization: str = "",
-        day: str = "",
-        project: str = "",
-        api_key: str = "",
-        model: str = "",
-        page_size: int = 0,
-        first_day: date | str = "",
-        last_day: date | str = "",
+        group_by: Sequence[UsageGrouping | str],
+        **options: Unpack[UsageOptions],
     ) -> AsyncIterator[list[UsagePage]]:
         """Yield pages of a month's charges (UTC, `YYYY-MM`), grouped by `group_by` in that order.
 
         An empty month and `first_day` give the usage of these days instead, at most 92, whichever
-        month bills it; `last_day` is today by default. An empty `organization` means the key's
-        own, or all with an `admin` key. `day` (`YYYY-MM-DD`), `project`, `api_key` and `model` are
-        filters. Raises: NotFound, InvalidRequest; any WeirError.
+        month bills it; `last_day` is today by default.
+
+        Args:
+            month: `YYYY-MM`, or empty with `first_day`.
+            group_by: "organization", "day", "hour", "project", "api_key", "model", "end_user",
+                "label:KEY" for the values of one label, or "request" alone.
+            organization: Name or id. Default: the key's own, or all with an `admin` key.
+            day: Only this day, `YYYY-MM-DD`.
+            project: Only this project.
+            api_key: Only this key, by prefix or id.
+            model: Only this model.
+            end_user: Only this end user, by name.
+            labels: Only requests with all these labels.
+            largest_first: The rows with the highest cost first.
+            page_size: Rows per page. Default: the server's, 1,000.
+            first_day: Instead of a month: the first day, as a date or `YYYY-MM-DD`.
+            last_day: The last of these days.
+
+        Raises:
+            NotFound: There is no such organization, project or key.
+            InvalidRequest: A value is invalid, or needs another one.
         """
-        request = wire.request(
-            usage_reports_pb2.GetUsageRequest,
-            organization=organization,
-            month=month,
-            group_by=group_by,
-            day=day,
-            project=project,
-            api_key=api_key,
-            model=model,
-            page_size=page_size,
-            first_day=str(first_day),
-            last_day=str(last_day),
-        )
+        check_known(options, UsageOptions.__annotations__)
+        days = {name: str(options.get(name, "")) for name in ("first_day", "last_day")}
+        groups, label_key = usage_groups(group_by, "group_by")
+        fields = {**options, **days, "month": month, "group_by": groups, "label_key": label_key}
+        request = written(usage_reports_pb2.GetUsageRequest, fields)
         async for page in self._pages(self._stub.GetUsage, request):
             yield [wire.read(UsagePage, page, has_more=bool(page.next_page_token))]
 
     get_usage = items_of(_usage_pages)
 
     async def export_month(
-        self, month: str, file_format: MonthExportFormat, *, organization: str = ""
+        self,
+        month: str,
+        file_format: MonthExportFormat,
+        *,
+        organization: str = "",
+        tags: Sequence[str] = (),
     ) -> MonthFile:
-        """Export a month (UTC, `YYYY-MM`) as a file. Raises: NotFound, InvalidRequest."""
+        """Export a month (UTC, `YYYY-MM`) as a file. Raises: NotFound, InvalidRequest.
+
+        `tags` split the charges of a FOCUS file by "end_user" and labels such as "label:team", and
+        name them in its column Tags. By default charges are not split.
+        """
+        keys = [each.removeprefix(LABEL_PREFIX) for each in tags if each.startswith(LABEL_PREFIX)]
+        if len(keys) + tags.count(UsageGrouping.END_USER) < len(tags):
+            raise invalid("tags", f"must be end_user or {LABEL_PREFIX}KEY, got {tags!r:.200}")
         request = wire.request(
             usage_reports_pb2.ExportMonthRequest,
             organization=organization,
             month=month,
             format=file_format,
+            tag_label_keys=keys,
+            tag_end_user=UsageGrouping.END_USER in tags,
         )
         return await self._export(request)
 

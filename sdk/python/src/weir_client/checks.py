@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
 from weir_client.errors import ErrorDetails, FieldViolation, InvalidRequest
+from weir_client.generated_values import UsageGrouping
 
 _Message = TypeVar("_Message", bound=Message)
 
+LABEL_PREFIX = "label:"  # of a grouping by a label, before its key
 SHOWN_MAX = 80  # characters of a wrong value
 LISTED_MAX = 20  # known options that an error lists
 PROMPTS = (
@@ -121,6 +123,26 @@ def written(
                     why if is_type else f"{shown} does not fit: {wrong}",
                 ) from wrong
         raise invalid("request", str(error)) from error
+
+
+def usage_groups(by: str | Sequence[str], name: str) -> tuple[list[str], str]:
+    """Convert groupings of usage to those of the contract, and the key of `label:KEY`.
+
+    Raises: InvalidRequest naming the argument `name`.
+    """
+    found: list[str] = []
+    label_key = ""
+    for each in [by] if isinstance(by, str) else by:
+        group = str(each)
+        if group.startswith(LABEL_PREFIX):
+            if label_key:
+                raise invalid(name, "must have at most one label: ask once for each of them")
+            group, label_key = UsageGrouping.LABEL, group.removeprefix(LABEL_PREFIX)
+        if group not in list(UsageGrouping) or (group == UsageGrouping.LABEL and not label_key):
+            known = ", ".join(each for each in UsageGrouping if each is not UsageGrouping.LABEL)
+            raise invalid(name, f"must be of {known}, {LABEL_PREFIX}KEY, got {each!r:.100}")
+        found.append(f"USAGE_GROUPING_{group.upper()}")
+    return found, label_key
 
 
 def _expected(kind: type[_Message], field: str) -> str:

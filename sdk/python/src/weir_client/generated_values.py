@@ -430,8 +430,8 @@ class UsageShare(Value):
 
 @dataclass(frozen=True, slots=True)
 class UsageRow(TokenSums):
-    """Usage of one group. Fields outside the grouping are empty. Never contains prompts, answers or
-    labels."""
+    """Usage of one group. Fields outside the grouping are empty. Never contains prompts or
+    answers."""
 
     organization_id: str
     """The customer's id."""
@@ -486,6 +486,14 @@ class UsageRow(TokenSums):
     """Billed output tokens of the model's thinking."""
     cost: Money = field(default=Money("", 0))
     """Exact cost, posted or not: `amount` plus `pending_amount`."""
+    hour: str = ""
+    """The hour of settlement, in UTC: 2026-11-28T14:00Z."""
+    end_user_id: str = ""
+    """Id of the end user, also for single requests. Empty: none was given."""
+    end_user: str = ""
+    """Name of the end user. Empty with an id: erased."""
+    label_value: str | None = None
+    """Value of the label. Unset: the requests do not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1002,6 +1010,13 @@ class UsageGrouping(StrEnum):
     """A model."""
     REQUEST = "request"
     """Single requests, oldest first. Cannot be combined with other groupings."""
+    END_USER = "end_user"
+    """An end user, in the order of their ids. Requests without one are one row, each erased end
+    user another."""
+    LABEL = "label"
+    """A value of the label that `label_key` names. Requests without this label are one row."""
+    HOUR = "hour"
+    """An hour (UTC) of settlement."""
 
 
 @dataclass(frozen=True, slots=True)

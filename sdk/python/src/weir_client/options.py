@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Literal, TypedDict
 
 from weir_client.money import Money
@@ -99,6 +100,22 @@ class GenerateOptions(TypedDict, total=False):
     traceparent: str | None
     tracestate: str | None
     prefetch_tokens: int | None
+
+
+class UsageOptions(TypedDict, total=False):
+    """Keyword arguments of `get_usage`, which describes them."""
+
+    organization: str
+    day: str
+    project: str
+    api_key: str
+    model: str
+    page_size: int
+    first_day: date | str
+    last_day: date | str
+    end_user: str
+    labels: Mapping[str, str]
+    largest_first: bool
 
 
 class AttachOptions(TypedDict, total=False):

@@ -584,11 +584,13 @@ class Client(BlockingClient[AsyncClient]):
         last_day: date | str = "",
         by: UsageGrouping | str | Sequence[UsageGrouping | str] = ("day", "model"),
         model: str = "",
+        end_user: str = "",
+        labels: Mapping[str, str] | None = None,
         project: bool = False,
         timeout: float | None = None,
         max_retries: int | None = None,
     ) -> UsageReport:
-        """Return usage and cost of this key, or of its project, by day (UTC) and model.
+        """Return usage and cost of this key, or of its project, by day (UTC) and model by default.
 
         The cost is exact, before plan, credit and tax; it includes usage not posted yet.
 
@@ -597,10 +599,13 @@ class Client(BlockingClient[AsyncClient]):
             first_day: Instead of `month`: the first of up to 92 days of use, as a date or
                 `YYYY-MM-DD`. Default: the first of the current month.
             last_day: The last of these days. Default: today.
-            by: "day", "model" or both, in the order of the rows.
+            by: "day", "hour", "model", "end_user", "label:KEY" for the values of one label, or
+                several of them, in the order of the rows.
             model: Only this model.
+            end_user: Only this end user, by name.
+            labels: Only requests with all these labels.
             project: The sum of all keys of the project, which a key that is limited to some models
-                may not see.
+                may not see. It is not given by end user or label.
             timeout: Seconds for the call, retries included. Default: the client's.
             max_retries: Further attempts. Default: the client's.
 
@@ -621,6 +626,8 @@ class Client(BlockingClient[AsyncClient]):
                 last_day=last_day,
                 by=by,
                 model=model,
+                end_user=end_user,
+                labels=labels,
                 project=project,
                 timeout=timeout,
                 max_retries=max_retries,
