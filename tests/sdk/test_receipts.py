@@ -11,6 +11,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weir.v1 import receipts_pb2
 from weir_client import (
     Fault,
     Receipt,
@@ -30,7 +31,9 @@ from weir_client.receipts import (
     key_id_of,
     labels_hash,
     node,
+    receipt_problems,
 )
+from weir_client.wire import receipt as receipt_of
 
 ORGANIZATION, PROJECTS = str(uuid.UUID(int=1)), (str(uuid.UUID(int=2)), str(uuid.UUID(int=3)))
 SIGNING_KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
@@ -43,7 +46,7 @@ FIELDS = st.sampled_from(
         name
         for name in Receipt.__dataclass_fields__
         if name not in ("version", "path", "hash", "key_id", "signature", "timings")
-        and not name.startswith(("end_user", "labels"))
+        and not name.startswith(("end_user", "labels", "newer"))
     ]
 )
 
@@ -343,6 +346,7 @@ def test_invalid_receipts_are_refused_by_field(text: str, message: str) -> None:
         ({"end_user_salt": bytes(32)}, Fault.END_USER_DIFFERS, "the name or its salt was altered"),
         ({"labels": {"team": "search"}}, Fault.LABELS_DIFFER, "{'team': 'search'}: one of them"),
         ({"labels": {"größe": "m", "team": "x"}}, Fault.LABELS_DIFFER, "'team': 'x'}: one of them"),
+        ({"labels": {"\ud800": ""}}, Fault.LABELS_DIFFER, "one of them or their salt"),
         ({"labels": {}}, Fault.LABELS_DIFFER, "does not have labels {}"),
         ({"labels_salt": b""}, Fault.LABELS_DIFFER, "or their salt was altered"),
         ({"end_user_hash": bytes(32)}, Fault.ALTERED, "does not match its hash"),
@@ -365,6 +369,23 @@ def test_an_altered_end_user_or_label_is_named(
     assert fault is Fault.ALTERED or len(problems) == 1
     with pytest.raises(ReceiptInvalid):
         verify_receipt(replace(receipt, **change), KEYS)
+
+
+def test_a_receipt_of_a_newer_version_is_reported_as_one() -> None:
+    """It was not altered."""
+    message = receipts_pb2.Receipt(version=5, sequence=1, hash=bytes(32))
+
+    receipt = receipt_of(message)
+
+    for found in (
+        list(receipt_problems(receipt, KEYS)),
+        [each for each in verify_receipts([receipt], KEYS).problems if "version" in str(each)],
+    ):
+        assert [each.fault for each in found] == [Fault.VERSION_UNKNOWN]
+        assert str(found[0]).endswith("has version 5, and this client knows 1 to 4: update it")
+    with pytest.raises(ValueError, match="version: 5 is not 1, 2, 3 or 4"):
+        Receipt.from_json(receipt.to_json())
+    assert not verify_receipts([receipt], KEYS).valid
 
 
 def test_a_receipt_with_hashes_only_verifies() -> None:

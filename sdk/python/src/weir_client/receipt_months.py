@@ -27,6 +27,7 @@ from weir_client.receipts import (
     number_fields,
     root_of,
     subject_problems,
+    version_problem,
 )
 
 SEARCHED_COUNT_MAX = 8  # altered receipts whose field is searched; each takes up to 0.1 s
@@ -111,8 +112,13 @@ def merkle_root(hashes: Sequence[bytes]) -> bytes:
 
 
 def content_problems(ordered: Sequence[Receipt]) -> Iterator[ReceiptProblem]:
-    """Yield each receipt that does not match its hash, with the altered field if it is found."""
-    altered = [receipt for receipt in ordered if content_hash(receipt) != receipt.hash]
+    """Yield each receipt that does not match its hash, with the altered field if it is found.
+
+    A receipt of a newer version is a problem of its own.
+    """
+    yield from (version_problem(receipt) for receipt in ordered if receipt.newer_version)
+    known = (receipt for receipt in ordered if not receipt.newer_version)
+    altered = [receipt for receipt in known if content_hash(receipt) != receipt.hash]
     for count, receipt in enumerate(altered):
         altered_text = altered_field(receipt, ordered) if count < SEARCHED_COUNT_MAX else ""
         text = altered_text or "its content does not match its hash"

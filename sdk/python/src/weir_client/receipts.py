@@ -21,6 +21,7 @@ SIGNED_PREFIX = b"weir.receipt.batch.v1\n"
 END_USER_PREFIX = b"weir.receipt.end_user.v1\n"
 LABELS_PREFIX = b"weir.receipt.labels.v1\n"
 HASH_SIZE = 32  # bytes
+VERSION_MAX = 4
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 ID_FIELDS = ("organization_id", "project_id", "api_key_id", "request_id")
 NUMBER_FIELDS = (
@@ -144,12 +145,15 @@ class Receipt(Value):
     end_user_salt: bytes = b""
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
     labels_salt: bytes = b""
+    newer_version: int = 0  # of a receipt that this client cannot verify, else 0
 
     @property
     def version(self) -> int:
         """Version of the encoding: 4 with the hash of an end user or labels, 3 with timings, 2 with
         reasoning tokens, else 1.
         """
+        if self.newer_version:
+            return self.newer_version
         if self.end_user_hash or self.labels_hash:
             return 4
         if self.timings is not None:
@@ -177,8 +181,11 @@ class Receipt(Value):
     def encoded(self) -> bytes:
         """Encode the receipt to the bytes that are hashed.
 
-        Raises: ValueError for an id that is not a UUID, OverflowError for a number beyond 64 bits.
+        Raises: ValueError for an id that is not a UUID or an unknown version, OverflowError for a
+        number beyond 64 bits.
         """
+        if self.newer_version:
+            raise ValueError(f"version {self.newer_version} is not known")
         ids = [uuid.UUID(getattr(self, name)).bytes for name in ID_FIELDS]
         numbers = [
             getattr(self, name).to_bytes(8, "big", signed=True) for name in self._number_fields
@@ -224,6 +231,7 @@ class Receipt(Value):
             del values["timings"]
         else:
             values["timings"] = {name: getattr(self.timings, name) for name in TIME_FIELDS}
+        del values["newer_version"]
         values["labels"] = dict(sorted(self.labels.items()))
         for name in (*HASH_FIELDS, *SALT_FIELDS, "end_user", "labels"):
             if not values[name]:
@@ -242,7 +250,7 @@ class Receipt(Value):
         if not isinstance(values, dict):
             raise ValueError("a receipt is a JSON object")
         version = values.pop("version", None)
-        if version not in (1, 2, 3, 4):
+        if version not in range(1, VERSION_MAX + 1):
             raise ValueError(
                 f"version: {version!r} is not 1, 2, 3 or 4, the versions that this client knows:"
                 " update it"
@@ -264,7 +272,7 @@ class Receipt(Value):
         values["path"] = tuple(
             ReceiptStep(step[0] == "L", _from_hex("path", step[1:])) for step in path
         )
-        unknown = values.keys() - types.keys()
+        unknown = values.keys() - types.keys() | values.keys() & {"newer_version"}
         if version == 1:
             unknown |= values.keys() & {"reasoning_token_count"}
         elif version == 2 and not values["reasoning_token_count"]:
@@ -325,6 +333,7 @@ def _from_hex(name: str, text: object) -> bytes:
 class Fault(StrEnum):
     """Kind of problem with a receipt, or with the receipts of a month."""
 
+    VERSION_UNKNOWN = "version_unknown"  # this client is too old to verify the receipt
     ALTERED = "altered"  # the content does not match the hash
     END_USER_DIFFERS = "end_user_differs"  # from the hash in the receipt
     LABELS_DIFFER = "labels_differ"
@@ -374,7 +383,9 @@ def verify_receipt(receipt: Receipt, keys: PublicKeys) -> None:
 def receipt_problems(receipt: Receipt, keys: PublicKeys) -> Iterable[ReceiptProblem]:
     """Yield the problems of a single receipt, regardless of its chain."""
     yield from subject_problems(receipt)
-    if content_hash(receipt) != receipt.hash:
+    if receipt.newer_version:
+        yield version_problem(receipt)
+    elif content_hash(receipt) != receipt.hash:
         yield ReceiptProblem(
             Fault.ALTERED, f"{receipt} was altered: its content does not match its hash"
         )
@@ -418,15 +429,26 @@ def subject_problems(receipt: Receipt) -> Iterable[ReceiptProblem]:
 
 def end_user_hash(salt: bytes, name: str) -> bytes:
     """Hash the name of an end user as in a receipt."""
-    return hashlib.sha256(END_USER_PREFIX + salt + name.encode()).digest()
+    encoded = name.encode(errors="surrogatepass")  # JSON may have what no receipt has
+    return hashlib.sha256(END_USER_PREFIX + salt + encoded).digest()
 
 
 def labels_hash(salt: bytes, labels: Mapping[str, str]) -> bytes:
     """Hash labels as in a receipt."""
-    texts = [text.encode() for pair in sorted(labels.items()) for text in pair]
+    pairs = sorted(labels.items())
+    texts = [text.encode(errors="surrogatepass") for pair in pairs for text in pair]
     parts = [part for text in texts for part in (len(text).to_bytes(8, "big"), text)]
     content = len(labels).to_bytes(8, "big") + b"".join(parts)
     return hashlib.sha256(LABELS_PREFIX + salt + content).digest()
+
+
+def version_problem(receipt: Receipt) -> ReceiptProblem:
+    """Describe a receipt of a version that this client does not know."""
+    return ReceiptProblem(
+        Fault.VERSION_UNKNOWN,
+        f"{receipt} has version {receipt.version}, and this client knows 1 to {VERSION_MAX}:"
+        " update it",
+    )
 
 
 def content_hash(receipt: Receipt) -> bytes | None:
