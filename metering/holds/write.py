@@ -181,7 +181,8 @@ USED = {
     "billed_reasoning": "billed_reasoning_token_count",
 }
 _used_numbers = attrgetter(*USED.values())
-# The first three values are NULL if receipts are unsigned.
+# The first three values are NULL if receipts are unsigned. Labels that were removed from the hold
+# since its process read it are erased: their salt is not stored.
 INSERT_USAGE_EVENTS = f"""
 WITH signed AS (
     INSERT INTO receipt_batches (key_id, hashes, signature)
@@ -204,13 +205,16 @@ SELECT h.id, part, h.organization_id, h.project_id, h.api_key_id, h.request_id, 
     sequence,
     v.previous_hash, v.hash, embedded, migrations, journalled, reasoning,
     billed_reasoning, v.timings IS NOT NULL, nullif(v.end_user_hash, ''),
-    nullif(v.labels_hash, ''), nullif(v.labels_salt, ''), (SELECT id FROM signed)
+    nullif(v.labels_hash, ''),
+    CASE WHEN label_count > 0 AND label_count = (SELECT count(*) FROM jsonb_object_keys(h.labels))
+        THEN v.labels_salt END,
+    (SELECT id FROM signed)
 FROM (SELECT %s::bigint[] AS numbers) AS sent,
     unnest(%s::uuid[], %s::text[], %s::text[], %s::timestamptz[], %s::bytea[], %s::bytea[],
         %s::bytea[], %s::bytea[], %s::bytea[])
         WITH ORDINALITY AS v(hold_id, outcome, timings, settled_at, previous_hash, hash,
             end_user_hash, labels_hash, labels_salt, i),
-    {_numbers_of_row(" ".join(USED) + " part recovered migrations sequence")},
+    {_numbers_of_row(" ".join(USED) + " part recovered migrations sequence label_count")},
     holds h
 WHERE h.id = v.hold_id
 """
@@ -397,6 +401,7 @@ def usage_writes(
         receipt = issue_receipt(chains, hold, usage, part, op)
         numbers += _used_numbers(usage)
         numbers += part, recovered, op.migration_count, receipt.sequence
+        numbers.append(0 if hold.subjects is None else len(hold.subjects.labels))
     receipts = chains.added
     hashes = [receipt.hash for receipt in receipts]
     batch = None if signer is None else SignedBatch.sign(signer, hashes)

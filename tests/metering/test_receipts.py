@@ -351,6 +351,22 @@ async def test_a_receipt_outlives_the_erasure_of_its_end_user(
     check_receipts(world.url)
 
 
+async def test_labels_erased_while_their_request_runs_leave_no_salt(world: HoldWorld) -> None:
+    op = admit(world.tenant(), labels=LABELS)
+    async with HoldConnection(world.url, uuid.uuid4()) as connection:
+        await connection.execute([op])
+        world.execute("UPDATE holds SET labels = labels - 'team'")
+
+        [done] = of_type(Settled, await connection.execute([settle(op.hold_id, 5)]))
+
+    assert decode(done.receipts[0].encoded).hashes[1], "as in the memory of the process"
+    assert world.rows("SELECT labels, receipt_labels_salt FROM usage_events") == [
+        ({"größe": "m"}, None)
+    ]
+    check_invariants(world.url)
+    check_receipts(world.url)
+
+
 async def test_only_an_erasure_deletes_a_salt_and_nothing_changes_one(world: HoldWorld) -> None:
     await world.run(admit(world.tenant(), end_user="user-4711"))
     [(salt,)] = world.rows("SELECT receipt_salt FROM usage_subjects")
