@@ -60,7 +60,7 @@ from metering.quotas.quota_rules import (
 from metering.quotas.quotas import Counters
 from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt
 from metering.receipts.encoding import owners_in
-from metering.receipts.subjects import Subjects
+from metering.receipts.subjects import Subjects, new_salt
 from metering.store.pipeline import packed_id
 
 END_USERS_MAX = 1_000_000  # per organization, unless set otherwise
@@ -162,7 +162,7 @@ class Member:
     label_key: str
     name: str
     id: uuid.UUID
-    salt: bytes  # of its receipts
+    salt: bytes = field(default_factory=new_salt)  # of its receipts
     is_new: bool = False
     is_archived: bool = False
     is_idle: bool = False

@@ -45,7 +45,7 @@ from metering.quotas.quota_rules import (
 )
 from metering.quotas.quotas import Counter, Counters
 from metering.receipts.chaining import BATCHES_OF_HOLDS, ISSUED_OF_HOLDS, Chains, issued_of_rows
-from metering.receipts.subjects import Subjects, new_salt
+from metering.receipts.subjects import Subjects
 from metering.store.pipeline import (
     Connection,
     Row,
@@ -595,7 +595,7 @@ class MemberReads:
             if member is None:
                 if for_each != FOR_END_USERS and not selectors:
                     continue  # a label value without a limit has no row
-                member = self.members[name] = Member(*name, uuid.uuid4(), new_salt(), is_new=True)
+                member = self.members[name] = Member(*name, uuid.uuid4(), is_new=True)
             if for_each == FOR_END_USERS:
                 end_user, salt = member.id.int, member.salt
             if member.is_new or member.is_archived or member.is_idle:
