@@ -22,7 +22,7 @@ from api.access.servicer import Reports
 from api.access.throttle import SharedFailures
 from api.access.tls import Tls, open_tls
 from api.admin.admin_service import AdminServicer
-from api.admin.billing_service import BillingServicer, ReceiptServicer
+from api.admin.billing_service import BillingServicer, HashedReceiptServicer, ReceiptServicer
 from api.console.console import ROOT, Console
 from api.core.addresses import Proxies, is_local
 from api.core.endpoint import NOT_STARTED, AddressUnavailable, Endpoint, local_url, make_private
@@ -289,11 +289,13 @@ class Server:
             in_thread=self.registry.in_thread,
             private_webhooks=self.settings.private_webhooks,
         )
+        is_hashed = self.settings.receipt_subjects == "hashed"
+        receipts = HashedReceiptServicer if is_hashed else ReceiptServicer
         return Servicers(
             InferenceServicer(self.registry, self.authenticator, self.sessions, self.reports),
             admin,
             BillingServicer(self.authenticator, self.admin_sessions, self.reports, self.issuer),
-            ReceiptServicer(self.authenticator, self.reports),
+            receipts(self.authenticator, self.reports),
         )
 
     def _http_handle(self, servicers: Servicers) -> Handle:

@@ -46,15 +46,34 @@ def encoded(receipt: dict) -> bytes:  # type: ignore[type-arg]
     numbers = COUNTS + reasoning + REST
     data += b"".join(receipt[name].to_bytes(8, "big", signed=True) for name in numbers)
     data += bytes.fromhex(receipt["previous_hash"])
-    for name in TIMES if version > 2 else ():
+    if version > 3:
+        parts = ("timings", "end_user_hash", "labels_hash")
+        data += sum(2**bit for bit, name in enumerate(parts) if name in receipt).to_bytes(8, "big")
+    for name in TIMES if "timings" in receipt else ():
         data += receipt["timings"][name].to_bytes(8, "big", signed=True)
-    for text in (
-        receipt["currency_code"].encode(),
-        receipt["model"].encode(),
-        receipt["outcome"].encode(),
-    ):
-        data += len(text).to_bytes(8, "big") + text
-    return data
+    for name in ("end_user_hash", "labels_hash"):
+        data += bytes.fromhex(receipt.get(name, ""))
+    return data + texts(receipt["currency_code"], receipt["model"], receipt["outcome"])
+
+
+def texts(*strings: str) -> bytes:
+    encoded = [string.encode() for string in strings]
+    return b"".join(len(each).to_bytes(8, "big") + each for each in encoded)
+
+
+def names_wrong(receipt: dict) -> list[str]:  # type: ignore[type-arg]
+    wrong = []
+    if "end_user" in receipt:
+        data = bytes.fromhex(receipt.get("end_user_salt", "")) + receipt["end_user"].encode()
+        if sha256(b"weir.receipt.end_user.v1\n" + data).hex() != receipt.get("end_user_hash"):
+            wrong.append(f"is not for end_user {receipt['end_user']!r}")
+    if "labels" in receipt:
+        pairs = sorted(receipt["labels"].items())
+        data = bytes.fromhex(receipt.get("labels_salt", "")) + len(pairs).to_bytes(8, "big")
+        data += texts(*(text for pair in pairs for text in pair))
+        if sha256(b"weir.receipt.labels.v1\n" + data).hex() != receipt.get("labels_hash"):
+            wrong.append(f"does not have labels {receipt['labels']}")
+    return wrong
 
 
 def is_signed(receipt: dict, keys: dict[str, bytes]) -> bool:  # type: ignore[type-arg]
@@ -89,7 +108,10 @@ def main(keys_file: str, receipts_file: str, root: str = "") -> int:
     }
     wrong = 0
     for before, receipt in zip([None, *receipts], receipts, strict=False):
+        if receipt["version"] > 4:
+            sys.exit(f"version {receipt['version']} is newer than this program: update it")
         problems = [] if sha256(encoded(receipt)).hex() == receipt["hash"] else ["was altered"]
+        problems += names_wrong(receipt)
         vouched_for = (
             not receipt["key_id"]
             and last_signed.get(receipt["project_id"], 0) > receipt["sequence"]

@@ -130,7 +130,8 @@ FIRST = {
 TYPESCRIPT_ROOTS = ("AppliedPrice.Source", "ChargeKind")  # texts in Python
 # Messages that the TypeScript client shows as the JSON of the contract.
 AS_JSON = ("PlanConfiguration", "QuotaConfiguration")
-# Python checks receipts, TypeScript only counts them. Pages are read to their end.
+# TypeScript counts receipts and verifies exported ones, Python reads them too. Pages are read to
+# their end.
 TYPESCRIPT_LEFT_OUT = frozenset({"Generation.receipts", "UsagePage.next_page_token"})
 IN_PYTHON_ONLY = frozenset({*AS_JSON})
 LEFT_OUT = frozenset({"UsagePage.next_page_token"})

@@ -40,7 +40,14 @@ from api.access.servicer import (
 )
 from api.core import wire
 from api.core.interceptor import Context
-from api.core.messages import TIME_ZONE, alert_message, groupings, receipt_message, usage_row
+from api.core.messages import (
+    TIME_ZONE,
+    alert_message,
+    groupings,
+    proven_receipt_message,
+    receipt_message,
+    usage_row,
+)
 from metering.alerts.alerts import ListedAlert, list_alerts
 from metering.core.errors import InvalidValue, InvariantViolated, NotFound
 from metering.core.models import Organization
@@ -633,7 +640,9 @@ class ReceiptReads(AuthenticatedServicer):
     ListReceiptKeys = listing(
         receipt_pb.ListReceiptKeysResponse, list_receipt_keys, receipt_key_message
     )
-    ListReceipts = listing(receipt_pb.ListReceiptsResponse, visible_receipts, receipt_message)
+    ListReceipts = listing(
+        receipt_pb.ListReceiptsResponse, visible_receipts, proven_receipt_message
+    )
     GetReceiptMonth = reading(receipt_month_of)
 
 
@@ -649,3 +658,13 @@ class ReceiptServicer(ReceiptReads, pb_grpc.ReceiptServiceServicer):
         """Open a session of the reports, without their timeout. Raises: TooManyReports."""
         async with self._reports.session_of(reader) as sessions, sessions() as session:
             yield session
+
+
+class HashedReceiptReads(ReceiptReads):
+    """RPCs of `ReceiptService` that show the hashes of end users and labels only."""
+
+    ListReceipts = listing(receipt_pb.ListReceiptsResponse, visible_receipts, receipt_message)
+
+
+class HashedReceiptServicer(HashedReceiptReads, ReceiptServicer):
+    """Implements `proto/weir/v1/receipt_service.proto` where names are hidden."""

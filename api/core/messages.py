@@ -35,7 +35,7 @@ from metering.pricing.prices import CustomerPrice, customer_prices, versions_in_
 from metering.quotas.quota_rules import NO_WINDOW, QuotaRule, QuotaState, Weights, window_ends
 from metering.quotas.quota_states import effective
 from metering.receipts.chaining import IssuedReceipt
-from metering.receipts.encoding import owners_in, parts_of
+from metering.receipts.encoding import NO_HASHES, owners_in, parts_of
 from metering.receipts.months import receipts_of_hold
 from metering.reports.usage_reports import (
     Grouping,
@@ -185,7 +185,7 @@ def receipt_message(
     `new` creates the message, for example in place: assigning a message copies it. Fields are set
     one by one, and only those with a value: by keyword each costs twice as much.
     """
-    ids, numbers, previous_hash, ends, timings = parts_of(receipt.encoded)
+    ids, numbers, previous_hash, ends, timings, hashes = parts_of(receipt.encoded)
     part, sent, cached, billed, embedded, reasoning, *others = numbers
     price_version, cost_picos, admitted_us, settled_us, sequence = others
     message = new()
@@ -210,6 +210,9 @@ def receipt_message(
         summary.ttft_us, summary.tokens_per_second_milli, summary.itl_p50_us = timings[:3]
         summary.itl_p99_us, summary.itl_max_us, summary.client_stall_us = timings[3:]
         summary.SetInParent()
+    if hashes != NO_HASHES:
+        message.version = 4
+        message.end_user_hash, message.labels_hash = hashes
     if (batch := receipt.batch) is not None:
         message.key_id, message.signature = batch.key_id, batch.signature
         for on_left, neighbour in batch.path(receipt.hash):
@@ -217,6 +220,16 @@ def receipt_message(
             step.hash = neighbour
             if on_left:
                 step.on_left = True
+    return message
+
+
+def proven_receipt_message(receipt: IssuedReceipt) -> receipts_pb2.Receipt:
+    """Convert a receipt to a message with the end user and labels behind its hashes."""
+    message = receipt_message(receipt)
+    if (proof := receipt.proof) is not None:
+        message.end_user, message.end_user_salt = proof.end_user, proof.end_user_salt
+        message.labels.update(proof.labels)
+        message.labels_salt = proof.labels_salt
     return message
 
 

@@ -463,6 +463,9 @@ class Settings:
     # Private key that signs receipts. Unset: `receipt-key.pem` of WEIR_HOME if it exists; `off`:
     # receipts are chained but not signed.
     receipt_key_file: str = setting("WEIR_RECEIPT_KEY_FILE", "", str)
+    # Whether exports of receipts name end users and labels: `plain` names those not erased, with
+    # the salts that prove them; `hashed` has the hashes only. Receipts are the same with both.
+    receipt_subjects: str = setting("WEIR_RECEIPT_SUBJECTS", "plain", one_of("plain", "hashed"))
     # Let alert webhooks use http and private addresses.
     private_webhooks: bool = setting("WEIR_ALERT_WEBHOOKS_PRIVATE", False, truth)
     models: ModelSettings = field(default_factory=ModelSettings)

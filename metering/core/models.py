@@ -239,7 +239,8 @@ class UsageSubject(Base):
 
     The only place with its name, which is None once it is erased. An archived one has not been used
     for long and does not count towards the bound of its organization; its next request brings it
-    back. `last_used_on` (UTC) is set at most once a day.
+    back. `last_used_on` (UTC) is set at most once a day. `receipt_salt` proves the name of an end
+    user in receipts; a trigger deletes it with the name.
     """
 
     __tablename__ = "usage_subjects"
@@ -255,6 +256,9 @@ class UsageSubject(Base):
     )
     archived_at: Mapped[datetime | None]
     erased_at: Mapped[datetime | None]
+    receipt_salt: Mapped[bytes | None] = mapped_column(
+        server_default=text("sha256(uuid_send(gen_random_uuid()) || uuid_send(gen_random_uuid()))")
+    )
 
 
 class UsageSubjectCount(Base):
@@ -474,6 +478,8 @@ class UsageEvent(Base):
 
     `receipt_hash` is the hash of the receipt, whose other fields are the other columns; events
     older than receipts have none. `receipt_is_timed` is True if the receipt has the timings.
+    `receipt_end_user_hash` and `receipt_labels_hash` are in the receipt too; `receipt_labels_salt`
+    is deleted with the labels.
     `migration_count` counts moves to another engine after the first token; it is unknown for
     requests recovered from a dead process. `journalled_token_count` are output tokens that were
     written to the journal to be sent; those beyond the delivered ones are credited.
@@ -521,6 +527,9 @@ class UsageEvent(Base):
     previous_receipt_hash: Mapped[bytes | None]
     receipt_hash: Mapped[bytes | None]
     receipt_is_timed: Mapped[bool] = mapped_column(server_default=text("false"))
+    receipt_end_user_hash: Mapped[bytes | None]
+    receipt_labels_hash: Mapped[bytes | None]
+    receipt_labels_salt: Mapped[bytes | None]
     receipt_batch_id: Mapped[int | None]
 
 

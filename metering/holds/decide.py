@@ -61,6 +61,7 @@ from metering.quotas.quota_rules import (
 from metering.quotas.quotas import Counters
 from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt
 from metering.receipts.encoding import owners_in
+from metering.receipts.subjects import Subjects, new_salt
 from metering.store.pipeline import packed_id
 
 END_USERS_MAX = 1_000_000  # per organization, unless set otherwise
@@ -87,7 +88,7 @@ class HoldTerms:
 
     `payer_ids` are the ids of organization, project and key as in receipts, 48 bytes. `charged` are
     the prices that quotas on money count. `end_user` is the number of the end user's id, 0 without
-    one. The packed ids are elements of a packed array.
+    one, and `salt` the one of its receipts. The packed ids are elements of a packed array.
     """
 
     payer_ids: bytes
@@ -96,6 +97,7 @@ class HoldTerms:
     prices: TokenPrices
     quota_ids: tuple[int, ...]
     end_user: int = 0
+    salt: bytes = b""
     charged: TokenPrices = field(init=False)
     money: Scale = field(init=False)  # `charged` as a scale
     project_id: bytes = field(init=False)
@@ -163,6 +165,7 @@ class Member:
     label_key: str
     name: str
     id: uuid.UUID
+    salt: bytes = field(default_factory=new_salt)  # of its receipts
     is_new: bool = False
     is_archived: bool = False
     is_idle: bool = False
@@ -212,6 +215,7 @@ class Hold(msgspec.Struct, eq=False):
     expires_at: datetime = LATEST
     posted_cost_picos: int = 0
     reasoning_token_count: int = 0
+    subjects: Subjects | None = None  # None: neither end user nor labels
 
     @property
     def unbound(self) -> bool:
@@ -441,9 +445,10 @@ class Decisions(msgspec.Struct, eq=False):
         for each in new:
             self.created.add(each.id.int)
             reads.room[each.organization_id.int, each.kind] -= 1
-        self.writes.holds.append(
-            (op, Hold(op.hold_id, op.request_id, common, rules, sent, 0, lease, 0, 0, (), now, now))
-        )
+        hold = Hold(op.hold_id, op.request_id, common, rules, sent, 0, lease, 0, 0, (), now, now)
+        if op.end_user or op.labels:
+            hold.subjects = Subjects(op.end_user, common.salt, op.labels)
+        self.writes.holds.append((op, hold))
         reads.same_requests[request_key] = op.payload_hash, None
         return Admitted(
             op.hold_id,

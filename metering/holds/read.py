@@ -46,6 +46,7 @@ from metering.quotas.quota_rules import (
 )
 from metering.quotas.quotas import Counter, Counters
 from metering.receipts.chaining import BATCHES_OF_HOLDS, ISSUED_OF_HOLDS, Chains, issued_of_rows
+from metering.receipts.subjects import Subjects
 from metering.store.pipeline import (
     Connection,
     Row,
@@ -145,15 +146,17 @@ EVENT_SUMS = ", ".join(
 BEGIN_ADMITTING = f"SELECT pg_advisory_xact_lock_shared({QUOTA_LOCK})"
 
 SELECT_HOLDS = """
-SELECT id, state, price_version_id, input_token_count, cached_input_token_count, leased_token_count,
-    delivered_token_count, posted_token_count, posted_minutes, quota_ids, admitted_at, charged_at,
-    expires_at, request_id, uuid_send(organization_id) || uuid_send(project_id)
-        || uuid_send(api_key_id) || uuid_send(request_id), model, embedding, reasoning_token_count,
-    end_user_id, CASE WHEN state = 'expired' THEN labels END
-FROM holds
-WHERE id = ANY(%s::uuid[])
-ORDER BY id
-FOR UPDATE
+SELECT h.id, state, price_version_id, input_token_count, cached_input_token_count,
+    leased_token_count, delivered_token_count, posted_token_count, posted_minutes, quota_ids,
+    admitted_at, charged_at, expires_at, request_id,
+    uuid_send(h.organization_id) || uuid_send(project_id) || uuid_send(api_key_id)
+        || uuid_send(request_id),
+    model, embedding, reasoning_token_count, end_user_id, labels, u.name, u.receipt_salt
+FROM holds h
+LEFT JOIN usage_subjects u ON u.id = h.end_user_id
+WHERE h.id = ANY(%s::uuid[])
+ORDER BY h.id
+FOR UPDATE OF h
 """
 
 # Scans all months, so it is sent only for ended holds. A separate statement after the holds are
@@ -222,8 +225,8 @@ FROM unnest(%s::uuid[], %s::text[], %s::text[], %s::text[])
 JOIN usage_subjects s USING (organization_id, kind, label_key, name)
 """
 SELECT_MEMBERS = f"""
-SELECT organization_id, kind, label_key, name, s.id, false, s.archived_at IS NOT NULL,
-    s.last_used_on < (now() AT TIME ZONE 'UTC')::date
+SELECT organization_id, kind, label_key, name, s.id, s.receipt_salt, false,
+    s.archived_at IS NOT NULL, s.last_used_on < (now() AT TIME ZONE 'UTC')::date
 {_NAMED}
 """
 SELECT_MEMBER_RULES = f"""
@@ -303,13 +306,15 @@ class HoldRow(NamedTuple):
     embedding: bool
     reasoning_token_count: int
     end_user_id: uuid.UUID | None
-    labels: dict[str, str] | None  # of an expired hold
+    labels: dict[str, str]
+    end_user: str | None
+    salt: bytes | None
 
     @property
     def label_names(self) -> list[MemberName]:
-        """Names of the usage subjects that its labels are, if it has expired."""
+        """Names of the usage subjects that its labels are."""
         organization_id = uuid.UUID(bytes=self.receipt_ids[:16])
-        return [(organization_id, "label", *each) for each in (self.labels or {}).items()]
+        return [(organization_id, "label", *each) for each in self.labels.items()]
 
     def hold(self, terms: HoldTerms, rules: Sequence[QuotaRule]) -> Hold:
         """Build the hold with these terms and rules."""
@@ -329,6 +334,9 @@ class HoldRow(NamedTuple):
             self.state,
             self.expires_at,
             reasoning_token_count=self.reasoning_token_count,
+            subjects=Subjects(self.end_user or "", self.salt or b"", self.labels)
+            if self.end_user_id is not None or self.labels
+            else None,
         )
 
 
@@ -593,7 +601,7 @@ class MemberReads:
         rules: list[QuotaRule] = []
         new_rules: list[QuotaRule] = []
         changed: list[Member] = []
-        end_user = 0
+        end_user, salt = 0, b""
         for for_each, name in names_of(base, key):
             selectors = [each for each in base.selectors if each.for_each == for_each]
             member = self.members.get(name)
@@ -602,7 +610,7 @@ class MemberReads:
                     continue  # a label value without a limit has no row
                 member = self.members[name] = Member(*name, uuid.uuid4(), is_new=True)
             if for_each == FOR_END_USERS:
-                end_user = member.id.int
+                end_user, salt = member.id.int, member.salt
             if member.is_new or member.is_archived or member.is_idle:
                 changed.append(member)
             own = self.rules_of(base, member)
@@ -621,6 +629,7 @@ class MemberReads:
                 common.prices,
                 tuple(rule.number for rule in all_rules),
                 end_user,
+                salt,
             ),
             all_rules,
             min(

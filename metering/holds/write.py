@@ -31,6 +31,7 @@ from metering.holds.operations import Settle, Settled
 from metering.quotas.quota_rules import CounterKey, QuotaRule
 from metering.quotas.quotas import NO_LIMIT, USED_MAX, Counters
 from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt, SignedBatch
+from metering.receipts.subjects import NO_HASHES
 from metering.store.pipeline import (
     UUID_OID,
     Statement,
@@ -48,6 +49,7 @@ from metering.store.pipeline import (
 # Raised by a failed check of a statement, as a division by zero that aborts the transaction.
 GuardFailed = psycopg.errors.DivisionByZero
 
+NO_BYTES = bytes_array(())
 _encode_json = msgspec.json.Encoder().encode
 
 
@@ -82,9 +84,9 @@ FROM (SELECT %s::uuid[] AS payers, %s::text[] AS models, %s::bigint[] AS terms,
 """
 
 INSERT_MEMBERS = """
-INSERT INTO usage_subjects (id, organization_id, kind, label_key, name, last_used_on)
+INSERT INTO usage_subjects (id, organization_id, kind, label_key, name, receipt_salt, last_used_on)
 SELECT v.*, (now() AT TIME ZONE 'UTC')::date
-FROM unnest(%s::uuid[], %s::uuid[], %s::text[], %s::text[], %s::text[]) AS v
+FROM unnest(%s::uuid[], %s::uuid[], %s::text[], %s::text[], %s::text[], %s::bytea[]) AS v
 """
 # Skips locked rows: another batch marks them for the same day, or they are being erased.
 USE_MEMBERS = """
@@ -180,7 +182,8 @@ USED = {
     "billed_reasoning": "billed_reasoning_token_count",
 }
 _used_numbers = attrgetter(*USED.values())
-# The first three values are NULL if receipts are unsigned.
+# The first three values are NULL if receipts are unsigned. Labels that were removed from the hold
+# since its process read it are erased: their salt is not stored.
 INSERT_USAGE_EVENTS = f"""
 WITH signed AS (
     INSERT INTO receipt_batches (key_id, hashes, signature)
@@ -195,17 +198,24 @@ INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id
     end_user_id, recovered, admitted_at, settled_at, receipt_sequence, previous_receipt_hash,
     receipt_hash,
     embedding_token_count, migration_count, journalled_token_count, reasoning_token_count,
-    billed_reasoning_token_count, receipt_is_timed, receipt_batch_id)
+    billed_reasoning_token_count, receipt_is_timed, receipt_end_user_hash, receipt_labels_hash,
+    receipt_labels_salt, receipt_batch_id)
 SELECT h.id, part, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model,
     v.outcome, input, cached, generated, delivered, billed, h.price_version_id, cost,
     v.timings::jsonb, h.labels, h.end_user_id, recovered <> 0, h.admitted_at, v.settled_at,
     sequence,
     v.previous_hash, v.hash, embedded, migrations, journalled, reasoning,
-    billed_reasoning, v.timings IS NOT NULL, (SELECT id FROM signed)
+    billed_reasoning, v.timings IS NOT NULL, nullif(v.end_user_hash, ''),
+    nullif(v.labels_hash, ''),
+    CASE WHEN label_count > 0 AND label_count = (SELECT count(*) FROM jsonb_object_keys(h.labels))
+        THEN v.labels_salt END,
+    (SELECT id FROM signed)
 FROM (SELECT %s::bigint[] AS numbers) AS sent,
-    unnest(%s::uuid[], %s::text[], %s::text[], %s::timestamptz[], %s::bytea[], %s::bytea[])
-        WITH ORDINALITY AS v(hold_id, outcome, timings, settled_at, previous_hash, hash, i),
-    {_numbers_of_row(" ".join(USED) + " part recovered migrations sequence")},
+    unnest(%s::uuid[], %s::text[], %s::text[], %s::timestamptz[], %s::bytea[], %s::bytea[],
+        %s::bytea[], %s::bytea[], %s::bytea[])
+        WITH ORDINALITY AS v(hold_id, outcome, timings, settled_at, previous_hash, hash,
+            end_user_hash, labels_hash, labels_salt, i),
+    {_numbers_of_row(" ".join(USED) + " part recovered migrations sequence label_count")},
     holds h
 WHERE h.id = v.hold_id
 """
@@ -317,6 +327,7 @@ def member_writes(members: Collection[Member]) -> list[Statement]:
             text_array([each.kind for each in new]),
             text_array([each.label_key for each in new]),
             text_array([each.name for each in new]),
+            bytes_array([each.salt for each in new]),
         )
         statements.append((INSERT_MEMBERS, values))
     if used := [each.id for each in members if not each.is_new]:
@@ -399,6 +410,7 @@ def usage_writes(
         receipt = issue_receipt(chains, hold, usage, part, op)
         numbers += _used_numbers(usage)
         numbers += part, recovered, op.migration_count, receipt.sequence
+        numbers.append(0 if hold.subjects is None else len(hold.subjects.labels))
     receipts = chains.added
     hashes = [receipt.hash for receipt in receipts]
     batch = None if signer is None else SignedBatch.sign(signer, hashes)
@@ -413,6 +425,7 @@ def usage_writes(
         time_array([receipt.settled_at for receipt in receipts]),
         bytes_array([receipt.previous_hash for receipt in receipts]),
         bytes_array(hashes),
+        *subject_columns(receipts),
     )
     changed = chains.changed
     heads = [chains.heads[project_id] for project_id in changed]
@@ -425,6 +438,14 @@ def usage_writes(
         len(heads),
     )
     return [(UPDATE_CHAINS, chain_columns), (INSERT_USAGE_EVENTS, usage_columns)]
+
+
+def subject_columns(receipts: Sequence[IssuedReceipt]) -> list[bytes]:
+    """Pack hashes and salts of end users and labels; empty arrays if no receipt has any."""
+    found = [receipt.hashes or NO_HASHES for receipt in receipts]
+    if not any(map(any, found)):
+        return [NO_BYTES] * len(NO_HASHES)
+    return [bytes_array(column) for column in zip(*found, strict=True)]
 
 
 def issue_receipt(
@@ -444,7 +465,7 @@ def issue_receipt(
     )
     ids = terms.payer_ids + hold.request_id.int.to_bytes(16, "big")
     labels = usage.currency_code, terms.model, usage.outcome
-    receipt = chains.append(ids, counts, hold.admitted_at, labels, op.timings)
+    receipt = chains.append(ids, counts, hold.admitted_at, labels, op.timings, hold.subjects)
     usage.receipts.append(receipt)
     return receipt
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from metering.proof.check import SINCE, Check, violations_sql
 
 HAS_REASONING = "e.billed_reasoning_token_count > 0"
+HAS_SUBJECTS = "num_nonnulls(e.receipt_end_user_hash, e.receipt_labels_hash) > 0"
 
-# Only receipts that bill reasoning or have timings have its number.
+# Only receipts of version 2 and later have its number.
 REASONING_NUMBER = (
-    f"CASE WHEN {HAS_REASONING} OR e.receipt_is_timed"
+    f"CASE WHEN {HAS_REASONING} OR e.receipt_is_timed OR {HAS_SUBJECTS}"
     " THEN int8send(e.billed_reasoning_token_count) ELSE '' END"
 )
 RECEIPT_NUMBERS = " || ".join(
@@ -52,14 +53,36 @@ RECEIPT_TEXTS = " || ".join(
     for text in ("p.currency_code", "e.model", "e.outcome")
 )
 
+# Between the previous hash and the timings, in version 4 only.
+RECEIPT_CONTENT = (
+    f"CASE WHEN {HAS_SUBJECTS} THEN int8send(e.receipt_is_timed::int"
+    " + 2 * (e.receipt_end_user_hash IS NOT NULL)::int"
+    " + 4 * (e.receipt_labels_hash IS NOT NULL)::int) ELSE '' END"
+)
+
 # Encoding that docs/reference/receipts.md specifies.
 RECEIPT_BYTES = (
-    r"(CASE WHEN e.receipt_is_timed THEN 'weir.receipt.v3\012'"
+    rf"(CASE WHEN {HAS_SUBJECTS} THEN 'weir.receipt.v4\012'"
+    r" WHEN e.receipt_is_timed THEN 'weir.receipt.v3\012'"
     rf" WHEN {HAS_REASONING} THEN 'weir.receipt.v2\012' ELSE 'weir.receipt.v1\012' END)::bytea"
     + f" || {RECEIPT_IDS} || {RECEIPT_NUMBERS}"
-    + " || e.previous_receipt_hash"
-    + f" || CASE WHEN e.receipt_is_timed THEN {RECEIPT_TIMES} ELSE '' END || {RECEIPT_TEXTS}"
+    + f" || e.previous_receipt_hash || {RECEIPT_CONTENT}"
+    + f" || CASE WHEN e.receipt_is_timed THEN {RECEIPT_TIMES} ELSE '' END"
+    + " || coalesce(e.receipt_end_user_hash, '') || coalesce(e.receipt_labels_hash, '')"
+    + f" || {RECEIPT_TEXTS}"
 )
+
+END_USER_HASH = r"""sha256('weir.receipt.end_user.v1\012'::bytea
+            || sha256(u.receipt_salt || uuid_send(e.request_id)) || convert_to(u.name, 'UTF8'))"""
+LABELS_HASH = r"""(
+            SELECT sha256('weir.receipt.labels.v1\012'::bytea || e.receipt_labels_salt
+                || int8send(count(*)) || coalesce(string_agg(
+                    int8send(octet_length(l.key)) || l.key
+                    || int8send(octet_length(l.value)) || l.value, '' ORDER BY l.key), ''))
+            FROM (
+                SELECT convert_to(key, 'UTF8') AS key, convert_to(value, 'UTF8') AS value
+                FROM jsonb_each_text(e.labels)
+            ) AS l)"""
 
 ZERO_HASH = "decode(repeat('00', 32), 'hex')"  # named by the first receipt of a chain
 
@@ -82,6 +105,34 @@ RECEIPT_CHECKS = (
                 "receipt_hash IS DISTINCT FROM expected_hash": (
                     "concat('differs from usage event ', id)"
                 )
+            },
+        ),
+    ),
+    Check(
+        "receipt-subjects",
+        "The hashes of end user and labels in a receipt are those of its usage event, unless they"
+        " were erased with their salts.",
+        violations_sql(
+            "concat('receipt ', receipt_sequence, ' of project ', project_id)",
+            f"""
+            SELECT e.project_id, e.receipt_sequence, e.id, e.receipt_end_user_hash,
+                   e.receipt_labels_hash, e.receipt_labels_salt, u.receipt_salt,
+                   {END_USER_HASH} AS end_user_hash,
+                   {LABELS_HASH} AS labels_hash
+            FROM usage_events e
+            LEFT JOIN usage_subjects u ON u.id = e.end_user_id
+            WHERE e.receipt_sequence IS NOT NULL
+              AND {HAS_SUBJECTS}
+              AND e.settled_at >= {SINCE}
+            """,
+            {
+                "receipt_salt IS NOT NULL AND receipt_end_user_hash <> end_user_hash": (
+                    "concat('has the hash of another end user than usage event ', id)"
+                ),
+                "receipt_labels_salt IS NOT NULL"
+                " AND receipt_labels_hash IS DISTINCT FROM labels_hash": (
+                    "concat('has the hash of other labels than usage event ', id)"
+                ),
             },
         ),
     ),

@@ -54,6 +54,7 @@ TRIGGERS = {f"{table}_append_only": "refuse_change" for table in APPEND_ONLY.spl
     "usage_events_rated_once": "usage_event_changed",
     "usage_subjects_insert_counted": "usage_subjects_insert_counted",
     "usage_subjects_keep_name": "usage_subject_keeps_name",
+    "usage_subjects_keep_salt": "usage_subject_keeps_salt",
     "usage_subjects_no_delete": "refuse_deletion",
     "usage_subjects_update_counted": "usage_subjects_update_counted",
 }

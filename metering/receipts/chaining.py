@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from metering.receipts.encoding import HASH_SIZE, encode, micros, texts, timed
+from metering.receipts.encoding import HASH_SIZE, NO_HASHES, encode, micros, texts, timed
 from metering.receipts.merkle import Step, Tree
+from metering.receipts.subjects import SubjectHashes, SubjectProof, Subjects, proof_of
 
 
 class BatchSigner(Protocol):
@@ -60,7 +61,11 @@ class SignedBatch:
 
 
 class IssuedReceipt(msgspec.Struct):
-    """A receipt with its place in the chain. `batch` is None if signing is off."""
+    """A receipt with its place in the chain. `batch` is None if signing is off.
+
+    `hashes` are those of end user and labels. `proof` has what was hashed, if the receipt was read
+    from the database.
+    """
 
     encoded: bytes
     settled_at: datetime
@@ -68,6 +73,8 @@ class IssuedReceipt(msgspec.Struct):
     previous_hash: bytes
     hash: bytes
     batch: SignedBatch | None = None
+    hashes: SubjectHashes | None = None
+    proof: SubjectProof | None = None
 
 
 class ChainHead(msgspec.Struct):
@@ -114,20 +121,32 @@ class Chains(msgspec.Struct, eq=False):
         admitted_at: datetime,
         labels: tuple[str, str, str],
         timings: Mapping[str, float] | None = None,
+        subjects: Subjects | None = None,
     ) -> IssuedReceipt:
         """Append a receipt to a project's chain and return it.
 
         `ids` are as in `encode`. `counts` are part; input, cached input, billed, embedding and
         reasoning tokens; price version; cost in picos. `labels` are currency code, model, outcome.
         `timings` are those of the usage event; None if it has none.
+        `subjects` are end user and labels of the request; None if it has neither.
         """
         project_id = ids[16:32]
         head = self.heads[project_id]
         previous_hash, head.sequence = head.hash, head.sequence + 1
         numbers = (*counts, micros(admitted_at), head.settled_at_us, head.sequence)
-        encoded = encode(ids, numbers, previous_hash, texts(*labels), timed(timings))
+        hashes = None if subjects is None else subjects.hashed(ids[48:])
+        encoded = encode(
+            ids,
+            numbers,
+            previous_hash,
+            texts(*labels),
+            timed(timings),
+            NO_HASHES if hashes is None else hashes[:2],
+        )
         head.hash = sha256(encoded).digest()
-        receipt = IssuedReceipt(encoded, head.settled_at, head.sequence, previous_hash, head.hash)
+        receipt = IssuedReceipt(
+            encoded, head.settled_at, head.sequence, previous_hash, head.hash, hashes=hashes
+        )
         self.changed.setdefault(project_id, previous_hash)
         self.added.append(receipt)
         return receipt
@@ -140,10 +159,13 @@ SELECT e.hold_id,
        e.part, e.input_token_count, e.cached_input_token_count, e.billed_token_count,
        e.embedding_token_count, e.billed_reasoning_token_count, e.price_version_id, e.cost_picos,
        e.admitted_at, e.settled_at, e.receipt_sequence, e.previous_receipt_hash, p.currency_code,
-       e.model, e.outcome, CASE WHEN e.receipt_is_timed THEN e.timings::text END, e.receipt_hash,
-       e.receipt_batch_id
+       e.model, e.outcome, CASE WHEN e.receipt_is_timed THEN e.timings::text END,
+       e.receipt_end_user_hash, e.receipt_labels_hash, u.name, u.receipt_salt,
+       CASE WHEN e.receipt_labels_salt IS NOT NULL THEN e.labels END, e.receipt_labels_salt,
+       e.receipt_hash, e.receipt_batch_id
 FROM usage_events e
 JOIN price_versions p ON p.id = e.price_version_id
+LEFT JOIN usage_subjects u ON u.id = e.end_user_id AND e.receipt_end_user_hash IS NOT NULL
 WHERE e.receipt_sequence IS NOT NULL
 """
 
@@ -181,6 +203,12 @@ class IssuedRow(NamedTuple):
     model: str
     outcome: str
     timings: str | None  # JSON, if they are part of the receipt
+    end_user_hash: bytes | None
+    labels_hash: bytes | None
+    end_user: str | None
+    end_user_salt: bytes | None  # of the usage subject
+    labels: dict[str, str] | None
+    labels_salt: bytes | None
     hash: bytes
     batch_id: int | None
 
@@ -197,6 +225,11 @@ class IssuedRow(NamedTuple):
             bytes(self.previous_hash),
             texts(self.currency_code, self.model, self.outcome),
             timed(None if self.timings is None else msgspec.json.decode(self.timings)),
+            (bytes(self.end_user_hash or b""), bytes(self.labels_hash or b"")),
+        )
+        request_id = uuid.UUID(bytes=bytes(self.ids[48:]))
+        proof = proof_of(
+            request_id, self.end_user, self.end_user_salt, self.labels, self.labels_salt
         )
         return IssuedReceipt(
             encoded,
@@ -205,6 +238,7 @@ class IssuedRow(NamedTuple):
             bytes(self.previous_hash),
             bytes(self.hash),
             batch,
+            proof=proof,
         )
 
 

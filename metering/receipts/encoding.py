@@ -3,7 +3,8 @@
 The encoding never changes: the holder of a receipt must be able to verify it with today's program
 at any later time. Other content needs another version, with another first line. Version 2 has the
 number of reasoning tokens, and only receipts that bill such tokens have it. Version 3 has that
-number, and how fast the answer came, if the usage event has timings.
+number, and how fast the answer came, if the usage event has timings. Version 4 has the hashes of
+an end user or labels, and the timings if there are any.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from datetime import UTC, datetime, timedelta
 MAGIC = b"weir.receipt.v1\n"  # 16 bytes, like an id
 MAGIC_REASONING = b"weir.receipt.v2\n"
 MAGIC_TIMED = b"weir.receipt.v3\n"
+MAGIC_SUBJECTS = b"weir.receipt.v4\n"
 HASH_SIZE = 32  # bytes of SHA-256
 NO_HASH = bytes(HASH_SIZE)  # before the first receipt of a chain
 # Magic, four ids, ten or eleven numbers of 64 bits, the hash of the previous receipt. Three texts
@@ -24,6 +26,10 @@ NO_HASH = bytes(HASH_SIZE)  # before the first receipt of a chain
 FIXED = struct.Struct(">16s64s10q32s")
 FIXED_REASONING = struct.Struct(">16s64s11q32s")
 FIXED_TIMED = struct.Struct(">16s64s11q32s6q")
+# Ends with the sum of HAS_TIMES, HAS_END_USER and HAS_LABELS: the parts that follow.
+FIXED_SUBJECTS = struct.Struct(">16s64s11q32sq")
+HAS_TIMES, HAS_END_USER, HAS_LABELS = 1, 2, 4
+TIMES = struct.Struct(">6q")
 # Timings of a usage event in a receipt, in thousandths of their units.
 TIMED = (
     "ttft_ms",
@@ -36,6 +42,11 @@ TIMED = (
 REASONING = 5  # index of the tokens of reasoning among the numbers
 LENGTH = struct.Struct(">q")
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+# Of end user and of labels; empty: not in the receipt.
+Hashes = tuple[bytes, bytes]
+NO_HASHES = (b"", b"")
+# Ids, numbers, previous hash, texts, times and hashes of a receipt.
+Parts = tuple[bytes, tuple[int, ...], bytes, tuple[str, ...], tuple[int, ...], Hashes]
 MICROSECOND = timedelta(microseconds=1)
 
 
@@ -58,6 +69,7 @@ def encode(
     previous_hash: bytes,
     texts: bytes,
     times: tuple[int, ...] = (),
+    hashes: Hashes = NO_HASHES,
 ) -> bytes:
     """Encode a receipt as bytes.
 
@@ -65,8 +77,13 @@ def encode(
     settlement of a request; 1: usage found later); tokens of input, cached input, billed output,
     embedding and reasoning; price version; cost in picos; times of admission and settlement in
     microseconds since 1970 (UTC); and sequence (1 for a project's first). `times` come from
-    `timed`.
+    `timed`, `hashes` from `subjects.py`.
     """
+    end_user, labels = hashes
+    if end_user or labels:
+        has = HAS_TIMES * bool(times) + HAS_END_USER * bool(end_user) + HAS_LABELS * bool(labels)
+        fixed = FIXED_SUBJECTS.pack(MAGIC_SUBJECTS, ids, *numbers, previous_hash, has)
+        return b"".join((fixed, TIMES.pack(*times) if times else b"", end_user, labels, texts))
     if times:
         return FIXED_TIMED.pack(MAGIC_TIMED, ids, *numbers, previous_hash, *times) + texts
     part, sent, cached, billed, embedded, reasoning, *others = numbers
@@ -83,24 +100,47 @@ def texts(currency_code: str, model: str, outcome: str) -> bytes:
     return b"".join(LENGTH.pack(len(each)) + each for each in encoded)
 
 
-def parts_of(
-    encoded: bytes,
-) -> tuple[bytes, tuple[int, ...], bytes, tuple[str, ...], tuple[int, ...]]:
-    """Decode a receipt into ids, numbers, previous hash, texts and times. Raises: ValueError."""
+def parts_of(encoded: bytes) -> Parts:
+    """Decode a receipt into its parts. Raises: ValueError."""
+    if encoded.startswith(MAGIC_SUBJECTS) and len(encoded) >= FIXED_SUBJECTS.size:
+        return parts_with_subjects(encoded)
     if encoded.startswith(MAGIC_TIMED) and len(encoded) >= FIXED_TIMED.size:
         _, ids, *values = FIXED_TIMED.unpack_from(encoded)
         found = texts_in(encoded[FIXED_TIMED.size :])
-        return ids, tuple(values[:11]), values[11], found, tuple(values[12:])
+        return ids, tuple(values[:11]), values[11], found, tuple(values[12:]), NO_HASHES
     has_reasoning = encoded.startswith(MAGIC_REASONING)
     fixed = FIXED_REASONING if has_reasoning else FIXED
     if len(encoded) < fixed.size or not (has_reasoning or encoded.startswith(MAGIC)):
-        raise ValueError("these are not the bytes of a receipt of version 1, 2 or 3")
+        raise ValueError("these are not the bytes of a receipt of version 1, 2, 3 or 4")
     _, ids, *numbers, previous_hash = fixed.unpack_from(encoded)
     if not has_reasoning:
         numbers.insert(REASONING, 0)
     elif not numbers[REASONING]:
         raise ValueError("a receipt without reasoning tokens has version 1")
-    return ids, tuple(numbers), previous_hash, texts_in(encoded[fixed.size :]), ()
+    return ids, tuple(numbers), previous_hash, texts_in(encoded[fixed.size :]), (), NO_HASHES
+
+
+def parts_with_subjects(encoded: bytes) -> Parts:
+    """Decode a receipt of version 4 into its parts. Raises: ValueError."""
+    _, ids, *numbers, previous_hash, has = FIXED_SUBJECTS.unpack_from(encoded)
+    if not HAS_END_USER <= has <= HAS_TIMES + HAS_END_USER + HAS_LABELS:
+        raise ValueError("a receipt of version 4 has the hash of an end user or of labels")
+    sizes = (
+        TIMES.size * bool(has & HAS_TIMES),
+        HASH_SIZE * bool(has & HAS_END_USER),
+        HASH_SIZE * bool(has & HAS_LABELS),
+    )
+    at = FIXED_SUBJECTS.size
+    if len(encoded) < at + sum(sizes):
+        raise ValueError("the receipt ends before its texts do")
+    parts: list[bytes] = []
+    for size in sizes:
+        parts.append(encoded[at : at + size])
+        at += size
+    times, *hashes = parts
+    found = texts_in(encoded[at:])
+    unpacked = TIMES.unpack(times) if times else ()
+    return ids, tuple(numbers), previous_hash, found, unpacked, (hashes[0], hashes[1])
 
 
 @functools.lru_cache(maxsize=4096)  # the keys in use

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,7 @@ from weir_client.receipt_months import totals_of
 from metering.core.models import QuotaDimension
 from metering.ledger.rating import rate_all_pending
 from metering.store.db import create_engine, create_sessions
-from tests.service import Service, Tenant, picos
+from tests.service import Service, Tenant, picos, running
 
 LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 100_000}
 Command = Callable[..., Awaitable[Result]]
@@ -163,7 +163,7 @@ class Month:
 
 @pytest.fixture
 async def month(service: Service, tmp_path: Path) -> Month:
-    """Yield five rated requests, exported by the commands."""
+    """Yield five rated requests, the third for an end user, exported by the commands."""
     tenant = await service.tenant(LIMITS)
     _, admin = await service.new_key(tenant, "admin")
     environment = {
@@ -183,7 +183,12 @@ async def month(service: Service, tmp_path: Path) -> Month:
     async with service.client(tenant.secret) as inference:
         results = [
             await inference.complete(
-                "tiny", "Which hotel?", max_output_tokens=tokens, ignore_eos=True
+                "tiny",
+                "Which hotel?",
+                max_output_tokens=tokens,
+                ignore_eos=True,
+                end_user="user-4711" if tokens == 3 else None,
+                labels={"team": "search"} if tokens == 3 else None,
             )
             for tokens in range(1, 6)
         ]
@@ -257,6 +262,13 @@ async def test_the_reason_is_precise(month: Month) -> None:
     [gap] = await message(lines[0], *lines[3:], month=month.month)
     assert gap == f"gap: receipts 2 to 3 are missing of project {second.project_id}"
     assert all("belongs to" in each for each in await message(*lines, month="2020-01"))
+    third = Receipt.from_json(lines[2])
+    altered = lines[2].replace("user-4711", "user-4712")
+    [problem] = await message(*lines[:2], altered, *lines[3:])
+    assert problem.startswith(f"{third} is not for end_user 'user-4712'")
+    altered = lines[2].replace('"team":"search"', '"team":"sales"')
+    [problem] = await message(*lines[:2], altered, *lines[3:])
+    assert problem.startswith(f"{third} does not have labels {{'team': 'sales'}}")
     altered = lines[4].replace('"model":"', '"model":"x')
     assert any("was altered" in each for each in await message(*lines[:4], altered))
     [root] = await message(*lines[:-1], root="00" * 32)
@@ -270,6 +282,28 @@ async def test_the_reason_is_precise(month: Month) -> None:
     )
     assert refused.exit_code == 2
     assert "does not match its id" in refused.stderr
+
+
+async def test_names_are_in_exports_only_and_the_operator_can_hide_them(
+    service: Service, month: Month, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    exported = [Receipt.from_json(line) for line in month.receipts.read_text().splitlines()]
+    named = exported[2]
+    assert [each.version for each in exported] == [3, 3, 4, 3, 3]
+    assert (named.end_user, dict(named.labels)) == ("user-4711", {"team": "search"})
+    hidden = replace(named, end_user="", end_user_salt=b"", labels={}, labels_salt=b"")
+
+    async with service.client(month.tenant.secret) as weir:
+        generation = await weir.get_generation(named.request_id)
+    home = tmp_path_factory.mktemp("hashed")
+    with running(Service(home, service.database_url, model, receipt_subjects="hashed")) as other:
+        _, billing = await other.new_key(month.tenant, "billing")
+        async with client(other, billing) as receipts:
+            listed = [each async for each in receipts.list_receipts(month.tenant.name, month.month)]
+
+    assert listed == [*exported[:2], hidden, *exported[3:]]
+    assert generation.receipts == (hidden,)
+    verify_receipt(hidden, await keys_of(service, month.tenant.secret))
 
 
 async def test_invalid_files_are_refused_by_line(month: Month, tmp_path: Path) -> None:

@@ -113,7 +113,9 @@ def encoded(event: Row) -> bytes:
     ]
     reasoning = event.get("billed_reasoning_token_count", 0)
     timed = event.get("receipt_is_timed", False)
-    numbers += [reasoning] if reasoning or timed else []
+    hashes = [event.get(f"receipt_{name}_hash") for name in ("end_user", "labels")]
+    hidden = any(hashes)
+    numbers += [reasoning] if reasoning or timed or hidden else []
     numbers.append(event["price_version_id"])
     numbers += [
         event["cost_picos"],
@@ -121,13 +123,16 @@ def encoded(event: Row) -> bytes:
         micros(event["settled_at"]),
         event["receipt_sequence"],
     ]
-    version = 3 if timed else 2 if reasoning else 1
+    version = 4 if hidden else 3 if timed else 2 if reasoning else 1
     result = f"weir.receipt.v{version}\n".encode() + ids
     result += b"".join(number.to_bytes(8, "big") for number in numbers)
     result += bytes(event["previous_receipt_hash"])
+    if hidden:
+        result += (timed + 2 * bool(hashes[0]) + 4 * bool(hashes[1])).to_bytes(8, "big")
     for name in TIMES if timed else ():
         value = event["timings"].get(name, 0)
         result += math.floor(value * 1000 + 0.5).to_bytes(8, "big")
+    result += b"".join(bytes(each or b"") for each in hashes)
     for name in ("currency_code", "model", "outcome"):
         text = event[name].encode()
         result += len(text).to_bytes(8, "big") + text

@@ -11,7 +11,7 @@ from typing import Any
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from metering.receipts.encoding import encode, owners_in, parts_of, texts
+from metering.receipts.encoding import NO_HASHES, encode, owners_in, parts_of, texts
 from metering.receipts.merkle import Step, node
 from metering.receipts.signing import SIGNED_PREFIX
 
@@ -45,6 +45,7 @@ class Receipt:
     model: str
     outcome: str
     times: tuple[int, ...] = ()
+    hashes: tuple[bytes, bytes] = NO_HASHES  # of end user and labels
 
     @property
     def encoded(self) -> bytes:
@@ -68,12 +69,13 @@ class Receipt:
             self.previous_hash,
             texts(self.currency_code, self.model, self.outcome),
             self.times,
+            self.hashes,
         )
 
 
 def decode(encoded: bytes) -> Receipt:
     """Return the receipt of an encoding. Raises: ValueError if no receipt has it."""
-    ids, numbers, previous_hash, found, times = parts_of(encoded)
+    ids, numbers, previous_hash, found, times, hashes = parts_of(encoded)
     values: tuple[Any, ...] = (
         *owners_in(ids[:48]),
         uuid.UUID(bytes=ids[48:]),
@@ -81,6 +83,7 @@ def decode(encoded: bytes) -> Receipt:
         previous_hash,
         *found,
         times,
+        hashes,
     )
     return Receipt(*values)
 

@@ -13,12 +13,24 @@ from metering.receipts.chaining import IssuedReceipt, SignedBatch
 from metering.receipts.encoding import EPOCH
 from metering.receipts.merkle import RunningRoot
 from metering.receipts.signing import Signer
+from metering.receipts.subjects import SubjectProof, end_user_hash, end_user_salt, labels_hash
 from tests.metering.receipt_reading import Receipt, hash_of
 from tests.metering.test_receipt_encoding import KNOWN
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 # The seed of the test vectors.
 SIGNER = Signer(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
+# With the bytes 32 to 63 as salt of the usage subject, and 64 to 95 as that of the labels.
+PROOF = SubjectProof(
+    "user-4711",
+    end_user_salt(bytes(range(32, 64)), KNOWN.request_id.bytes),
+    {"team": "search", "größe": "m"},
+    bytes(range(64, 96)),
+)
+HASHES = (
+    end_user_hash(PROOF.end_user_salt, PROOF.end_user),
+    labels_hash(PROOF.labels_salt, PROOF.labels),
+)
 
 
 def vectors() -> list[IssuedReceipt]:
@@ -43,10 +55,18 @@ def vectors() -> list[IssuedReceipt]:
         },
         {"reasoning_token_count": 120, "cost_picos": 300_750_000},
         {"times": (48_100, 61_200, 15_900, 31_000, 33_400, 200)},
+        {
+            "times": (48_100, 61_200, 15_900, 31_000, 33_400, 200),
+            "hashes": HASHES,
+            "proof": PROOF,
+        },
+        {"outcome": "failed", "hashes": (HASHES[0], b"")},
     ]
     made: list[IssuedReceipt] = []
     previous = KNOWN.previous_hash
     for index, change in enumerate(changes):
+        proof = change.pop("proof", None)
+        assert proof is None or isinstance(proof, SubjectProof)
         content: Receipt = replace(
             KNOWN,
             **change,  # type: ignore[arg-type]
@@ -63,9 +83,10 @@ def vectors() -> list[IssuedReceipt]:
                 content.sequence,
                 content.previous_hash,
                 previous,
+                proof=proof,
             )
         )
-    for batch in (made[:1], made[1:4], made[5:6], made[6:7], made[7:]):
+    for batch in (made[:1], made[1:4], made[5:6], made[6:7], made[7:8], made[8:]):
         signed = SignedBatch.sign(SIGNER, [receipt.hash for receipt in batch])
         for receipt in batch:
             receipt.batch = signed
@@ -84,9 +105,9 @@ def json_lines() -> str:
     """Return the lines in the format of `weir receipt export`."""
     from weir_client.wire import receipt
 
-    from api.core.messages import receipt_message
+    from api.core.messages import proven_receipt_message
 
-    return "".join(receipt(receipt_message(each)).to_json() + "\n" for each in vectors())
+    return "".join(receipt(proven_receipt_message(each)).to_json() + "\n" for each in vectors())
 
 
 def keys_json() -> str:

@@ -80,7 +80,9 @@ async def busy(world: HoldWorld) -> None:
     payer = world.tenant()
     for dimension in QuotaDimension:
         world.quota(payer, dimension, 10_000)
-    settled, expiring, voided = admit(payer), admit(payer), admit(payer)
+    labels = {"team": "search", "größe": "m"}
+    settled = admit(payer, end_user="user-4711", labels=labels)
+    expiring, voided = admit(payer), admit(payer)
     await world.run(settled, expiring, voided)
     timed = msgspec.structs.replace(settle(settled.hold_id, 5), timings=TIMINGS)
     await world.run(timed, Extend(expiring.hold_id, 3, 0, 10), signer=signer)
@@ -169,6 +171,16 @@ FAULTS = faults(f"""
                                         | receipt_is_timed
     receipt-matches-usage               | UPDATE usage_events SET settled_at = settled_at + interval
                                         | '1 microsecond'
+    receipt-matches-usage               | UPDATE usage_events SET receipt_labels_hash =
+                                        | receipt_end_user_hash
+    receipt-matches-usage               | UPDATE usage_events SET receipt_end_user_hash = NULL
+    hash of another end user            | UPDATE usage_subjects SET name = 'user-4712'
+    hash of another end user            | UPDATE usage_subjects SET receipt_salt =
+                                        | decode(repeat('01', 32), 'hex')
+    hash of other labels                | UPDATE usage_events SET labels = labels ||
+                                        | '{{"team": "x"}}'
+    hash of other labels                | UPDATE usage_events SET labels = labels - 'team'
+    hash of other labels                | UPDATE usage_events SET labels = '{{}}'
     comes after receipt 0               | UPDATE usage_events SET receipt_sequence =
                                         | receipt_sequence + 1
     exists twice                        | UPDATE usage_events SET receipt_sequence = 1

@@ -85,6 +85,29 @@ def test_the_verifier_of_the_docs_sees_planted_faults(
     assert reported in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("change", "reported"),
+    [
+        ({"end_user": "user-4712"}, "receipt 9 of project 00000000-0000-0000-0000-000000000002 is"),
+        ({"end_user_salt": "00" * 32}, "is not for end_user 'user-4711'"),
+        ({"labels": {"team": "search"}}, "does not have labels {'team': 'search'}"),
+        ({"labels_salt": ""}, "does not have labels"),
+        ({"labels_hash": "00" * 32}, "was altered"),
+        ({"version": 5}, "version 5 is newer than this program: update it"),
+    ],
+)
+def test_the_verifier_of_the_docs_sees_altered_names(
+    tmp_path: Path, change: dict[str, object], reported: str
+) -> None:
+    lines = json_lines().splitlines()
+    lines[8] = json.dumps(json.loads(lines[8]) | change)
+
+    done = verify(tmp_path, lines, root_of_vectors().hex())
+
+    assert done.returncode == 1
+    assert reported in done.stdout + done.stderr
+
+
 def test_the_verifier_of_the_docs_misses_no_receipt_at_the_ends(tmp_path: Path) -> None:
     done = verify(tmp_path, json_lines().splitlines()[:-2], root_of_vectors().hex())
 

@@ -36,6 +36,7 @@ receipts = st.builds(
     model=st.text(max_size=40),
     outcome=st.text(max_size=16),
     times=st.one_of(st.just(()), st.tuples(*[counts] * 6)),
+    hashes=st.tuples(*[st.one_of(st.just(b""), hashes)] * 2),
 )
 SIGNER = Signer(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 # First test vector of docs/reference/receipts.md.
@@ -86,6 +87,12 @@ def test_a_receipt_without_reasoning_has_the_encoding_of_before_and_no_other() -
     assert replace(KNOWN, times=(0,) * 6).encoded.startswith(b"weir.receipt.v3\n")
     assert KNOWN.encoded.startswith(b"weir.receipt.v1\n")
     assert reasoning.encoded.startswith(b"weir.receipt.v2\n")
+    one = replace(KNOWN, hashes=(b"", bytes(range(32)))).encoded
+    assert one.startswith(b"weir.receipt.v4\n")
+    at = one.index(bytes(range(32))) - 8
+    for content in (0, 1, 8):
+        with pytest.raises(ValueError, match="has the hash of an end user or of labels"):
+            decode(one[:at] + content.to_bytes(8) + one[at + 8 :])
 
     with pytest.raises(ValueError, match="has version 1"):
         decode(reasoning.encoded.replace((40).to_bytes(8), bytes(8)))

@@ -16,14 +16,19 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import structs
 
 from metering.core.models import Outcome, QuotaDimension
+from metering.holds.bindings import Bind
+from metering.holds.hold_connection import HoldConnection
 from metering.holds.journal import Delivered, UsageJournal
-from metering.holds.operations import Expire, Extend, Settled, Void
+from metering.holds.operations import Expire, Extend, Renew, Settled, Void
 from metering.holds.recovery import recover_journals, sweep_expired_holds
 from metering.quotas.quotas import QuotaExceeded
 from metering.receipts.chaining import IssuedReceipt
 from metering.receipts.encoding import NO_HASH, micros
 from metering.receipts.merkle import Step
+from metering.receipts.months import month_root, receipts_of_hold
 from metering.receipts.signing import Signer, ensure_key
+from metering.receipts.subjects import SubjectProof, end_user_hash, labels_hash
+from metering.store.db import Sessions
 from tests.metering.hold_world import (
     NOON,
     AwaitedStore,
@@ -61,6 +66,9 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+LABELS = {"größe": "m", "team": "search"}
 
 
 def new_signer() -> Signer:
@@ -236,6 +244,136 @@ async def test_recovery_continues_the_chain(world: HoldWorld, tmp_path: Path) ->
     ]
     check_invariants(world.url, all_ended=True)
     check_receipts(world.url)
+
+
+async def test_end_user_and_labels_are_in_a_receipt_as_hashes_that_their_salts_prove(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    """Settled by its owner and by another process, twice, after its expiry, and found by id."""
+    payer, signer = world.tenant(), new_signer()
+    own, other = (admit(payer, end_user="user-4711", labels=LABELS) for _ in range(2))
+    late = admit(payer, end_user="user-4711")
+    plain, labelled = admit(payer), admit(payer, labels={"team": "search"})
+    async with HoldConnection(world.url, uuid.uuid4(), signer=signer) as connection:
+        await connection.execute([own, late, plain, labelled, other])
+        await connection.execute([Extend(late.hold_id, 3, 0, 10)])
+        done = of_type(
+            Settled,
+            await connection.execute([settle(op.hold_id, 5) for op in (own, plain, labelled)]),
+        )
+    done += await settled(world, settle(other.hold_id, 5), signer=signer)
+    world.advance(120)
+    await sweep_expired_holds(world.url, signer=signer)
+    done += await settled(world, settle(late.hold_id, 8), signer=signer)
+
+    check_invariants(world.url, all_ended=True)
+    check_receipts(world.url)
+    versions = [[each.encoded[14:15] for each in answer.receipts] for answer in done]
+    assert versions == [[b"4"], [b"1"], [b"4"], [b"4"], [b"4", b"4"]]
+    proofs = []
+    for answer in done:
+        async with sessions() as session:
+            found = await receipts_of_hold(session, answer.hold_id)
+        for before, receipt in zip(answer.receipts, found, strict=True):
+            assert receipt.encoded == before.encoded
+            assert b"4711" not in receipt.encoded
+            assert b"search" not in receipt.encoded
+            assert holds(receipt, signer)
+            proven = receipt.proof
+            assert proven is not None
+            end_user, labels = decode(receipt.encoded).hashes
+            assert (proven.end_user, proven.labels) == expected_subjects(end_user, labels, proven)
+            proofs.append(proven)
+    assert len({each.end_user_salt for each in proofs if each.end_user}) == 3, "one per request"
+    assert len({each.labels_salt for each in proofs if each.labels}) == 3
+
+
+def expected_subjects(
+    end_user: bytes, labels: bytes, proven: SubjectProof
+) -> tuple[str, dict[str, str]]:
+    """Return what the hashes of a receipt stand for, by trying what these tests use."""
+    names = [
+        name for name in ("user-4711",) if end_user_hash(proven.end_user_salt, name) == end_user
+    ]
+    values = [
+        each
+        for each in (LABELS, {"team": "search"})
+        if labels_hash(proven.labels_salt, each) == labels
+    ]
+    assert (len(names), len(values)) == (bool(end_user), bool(labels))
+    return "".join(names), values[0] if values else {}
+
+
+async def test_a_request_bound_during_an_outage_has_its_end_user_in_the_receipt(
+    world: HoldWorld,
+) -> None:
+    payer, hold_id, process_id = world.tenant(), uuid.uuid4(), uuid.uuid4()
+    await world.run(admit(payer, hold_id=hold_id, request_id=hold_id))
+    bind = Bind(hold_id, payer, uuid.uuid4(), bytes(32), LABELS, 10, 20, end_user="user-4711")
+    async with HoldConnection(world.url, process_id) as connection:
+        await connection.bind([bind], Renew(process_id, frozenset()))
+
+    [done] = await settled(world, settle(hold_id, 5))
+
+    assert all(decode(done.receipts[0].encoded).hashes)
+    check_invariants(world.url)
+    check_receipts(world.url)
+
+
+async def test_a_receipt_outlives_the_erasure_of_its_end_user(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    """It verifies as before, the root of its month is the same, and its name cannot be guessed."""
+    payer, signer = world.tenant(), new_signer()
+    first, running = (admit(payer, end_user="user-4711", labels=LABELS) for _ in range(2))
+    await world.run(first, running)
+    [done] = await settled(world, settle(first.hold_id, 5), signer=signer)
+    async with sessions() as session:
+        root = await month_root(session, payer.organization_id, NOON.date())
+
+    world.execute("UPDATE usage_subjects SET name = NULL, erased_at = now(), archived_at = now()")
+    world.execute("SET session_replication_role = replica")  # as the erasure of labels does
+    world.execute("UPDATE usage_events SET labels = '{}', receipt_labels_salt = NULL")
+    world.execute("SET session_replication_role = DEFAULT")
+
+    assert world.rows("SELECT receipt_salt FROM usage_subjects") == [(None,)]
+    async with sessions() as session:
+        [receipt] = await receipts_of_hold(session, first.hold_id)
+        assert await month_root(session, payer.organization_id, NOON.date()) == root
+    assert receipt.encoded == done.receipts[0].encoded
+    assert receipt.proof == SubjectProof()
+    assert holds(receipt, signer)
+    [late] = await settled(world, settle(running.hold_id, 5), signer=signer)
+    end_user, labels = decode(late.receipts[0].encoded).hashes
+    assert not end_user, "the name is not known any more"
+    assert labels
+    check_invariants(world.url)
+    check_receipts(world.url)
+
+
+async def test_labels_erased_while_their_request_runs_leave_no_salt(world: HoldWorld) -> None:
+    op = admit(world.tenant(), labels=LABELS)
+    async with HoldConnection(world.url, uuid.uuid4()) as connection:
+        await connection.execute([op])
+        world.execute("UPDATE holds SET labels = labels - 'team'")
+
+        [done] = of_type(Settled, await connection.execute([settle(op.hold_id, 5)]))
+
+    assert decode(done.receipts[0].encoded).hashes[1], "as in the memory of the process"
+    assert world.rows("SELECT labels, receipt_labels_salt FROM usage_events") == [
+        ({"größe": "m"}, None)
+    ]
+    check_invariants(world.url)
+    check_receipts(world.url)
+
+
+async def test_only_an_erasure_deletes_a_salt_and_nothing_changes_one(world: HoldWorld) -> None:
+    await world.run(admit(world.tenant(), end_user="user-4711"))
+    [(salt,)] = world.rows("SELECT receipt_salt FROM usage_subjects")
+
+    for change in ("NULL", "decode(repeat('01', 32), 'hex')"):
+        world.execute(f"UPDATE usage_subjects SET receipt_salt = {change}")
+        assert world.rows("SELECT receipt_salt FROM usage_subjects") == [(salt,)]
 
 
 async def test_a_chain_does_not_go_back_in_time(world: HoldWorld) -> None:

@@ -22,8 +22,8 @@ PROMPT = "is an argument of its own in Python"
 SIGNAL = "Python cancels by asyncio"
 TYPE = "Python tells events apart by their classes"
 RECEIPTS = (
-    "receipts are read and checked by the Python client and the command line; TypeScript counts"
-    " them"
+    "receipts are read by the Python client and the command line; TypeScript counts them, and"
+    " verifies exported ones"
 )
 INTERSECTION = "added by TypeScript in the type of the call's result"
 ONE_SIDED = {

@@ -25,6 +25,7 @@ from weir_client import (
     DeadlineExceeded,
     Delta,
     FailedPrecondition,
+    Fault,
     FinishReason,
     GenerateOptions,
     GenerationState,
@@ -35,13 +36,17 @@ from weir_client import (
     Money,
     NotFound,
     QuotaExceeded,
+    Receipt,
+    ReceiptInvalid,
     Resumed,
     Tool,
     ToolCallDelta,
     Unauthenticated,
     Unavailable,
     UsageUpdate,
+    verify_receipt,
 )
+from weir_client.receipts import receipt_problems
 
 from metering.core.models import QuotaDimension
 from tests.inference.encoder_checkpoints import DIMENSION
@@ -52,6 +57,12 @@ from tests.sdk.tcp_proxy import TcpProxy
 from tests.service import CACHED_PICOS, INPUT_PICOS, MODEL, OUTPUT_PICOS, POLL_S, Service, Tenant
 
 CONFORMANCE = Path(__file__).resolve().parents[2] / "sdk" / "conformance.json"
+DOCS = CONFORMANCE.parents[1] / "docs"
+RECEIPTS = (DOCS / "receipts_example.jsonl").read_text().splitlines()
+RECEIPT_KEYS = {
+    each["key_id"]: bytes.fromhex(each["public_key"])
+    for each in json.loads((DOCS / "receipts_example_keys.json").read_text())["keys"]
+}
 PROMPT = (7, 8, 9, 10)
 
 WRONG_OPTIONS: dict[str, object] = {
@@ -968,3 +979,30 @@ def test_refuses_half_a_certificate() -> None:
         AsyncClient("https://weir.example", "key", client_certificate=b"some")
     with pytest.raises(InvalidRequest, match="no/such/file"):
         AsyncClient("https://weir.example", "key", root_certificates="no/such/file")
+
+
+def test_verifies_receipts() -> None:
+    versions = set()
+    for line in RECEIPTS:
+        receipt = Receipt.from_json(line)
+        versions.add(receipt.version)
+        faults = [each.fault for each in receipt_problems(receipt, RECEIPT_KEYS)]
+        assert faults == ([] if receipt.key_id else [Fault.NOT_SIGNED])
+
+    assert versions == {1, 2, 3, 4}
+    nameless = re.sub(r',"end_user":.*}$', "}", RECEIPTS[8])
+    assert "4711" not in nameless
+    verify_receipt(Receipt.from_json(nameless), RECEIPT_KEYS)
+
+
+def test_names_altered_receipts() -> None:
+    for each in json.loads(CONFORMANCE.with_name("receipt_faults.json").read_text()):
+        assert each["was"] in RECEIPTS[8]
+        altered = Receipt.from_json(RECEIPTS[8].replace(each["was"], each["now"], 1))
+        with pytest.raises(ReceiptInvalid, match=each["says"]) as refused:
+            verify_receipt(altered, RECEIPT_KEYS)
+        assert refused.value.problem.fault == each["fault"]
+
+    for was, now in (('"version":4', '"version":5'), ('"part":0', '"part":1.5'), ("{", "")):
+        with pytest.raises(ValueError, match=r"version: 5|part: 1\.5 is not|Extra data"):
+            Receipt.from_json(RECEIPTS[8].replace(was, now, 1))

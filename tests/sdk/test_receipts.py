@@ -5,11 +5,13 @@ from __future__ import annotations
 import uuid
 from dataclasses import fields, replace
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weir.v1 import receipts_pb2
 from weir_client import (
     Fault,
     Receipt,
@@ -22,7 +24,16 @@ from weir_client import (
     verify_receipts,
 )
 from weir_client.receipt_months import merkle_root, totals_of
-from weir_client.receipts import EPOCH, content_hash, key_id_of, node
+from weir_client.receipts import (
+    EPOCH,
+    content_hash,
+    end_user_hash,
+    key_id_of,
+    labels_hash,
+    node,
+    receipt_problems,
+)
+from weir_client.wire import receipt as receipt_of
 
 ORGANIZATION, PROJECTS = str(uuid.UUID(int=1)), (str(uuid.UUID(int=2)), str(uuid.UUID(int=3)))
 SIGNING_KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
@@ -35,6 +46,7 @@ FIELDS = st.sampled_from(
         name
         for name in Receipt.__dataclass_fields__
         if name not in ("version", "path", "hash", "key_id", "signature", "timings")
+        and not name.startswith(("end_user", "labels", "newer"))
     ]
 )
 
@@ -70,6 +82,22 @@ def chain(project_id: str, count: int) -> list[Receipt]:
             )
         )
     return made
+
+
+def named(receipt: Receipt) -> Receipt:
+    """Return the receipt with an end user and labels, proven by their salts."""
+    salts, labels = (bytes([1] * 32), bytes([2] * 32)), {"größe": "m", "team": "search"}
+    return resealed(
+        replace(
+            receipt,
+            end_user="user-4711",
+            end_user_salt=salts[0],
+            end_user_hash=end_user_hash(salts[0], "user-4711"),
+            labels=labels,
+            labels_salt=salts[1],
+            labels_hash=labels_hash(salts[1], labels),
+        )
+    )
 
 
 def resealed(receipt: Receipt) -> Receipt:
@@ -288,7 +316,7 @@ def test_a_key_must_be_what_its_id_says() -> None:
 
 
 def test_receipts_survive_json() -> None:
-    for receipt in month():
+    for receipt in [*month(), *map(named, month())]:
         assert Receipt.from_json(receipt.to_json()) == receipt
 
 
@@ -297,7 +325,8 @@ def test_receipts_survive_json() -> None:
     [
         ("[]", "a receipt is a JSON object"),
         ("{}", "version: None is not 1"),
-        ('{"version": 4}', "version: 4 is not 1, 2 or 3"),
+        ('{"version": 5}', "version: 5 is not 1, 2, 3 or 4, .* update it"),
+        ('{"version": 4}', "organization_id: None is not a string"),
         ('{"version": 3}', "organization_id: None is not a string"),
         ('{"version": 2}', "organization_id: None is not a string"),
         ('{"version": 1}', "organization_id: None is not a string"),
@@ -307,6 +336,70 @@ def test_receipts_survive_json() -> None:
 def test_invalid_receipts_are_refused_by_field(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Receipt.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault", "message"),
+    [
+        ({"end_user": "user-4712"}, Fault.END_USER_DIFFERS, "is not for end_user 'user-4712'"),
+        ({"end_user": ""}, Fault.END_USER_DIFFERS, "is not for end_user ''"),
+        ({"end_user_salt": bytes(32)}, Fault.END_USER_DIFFERS, "the name or its salt was altered"),
+        ({"labels": {"team": "search"}}, Fault.LABELS_DIFFER, "{'team': 'search'}: one of them"),
+        ({"labels": {"größe": "m", "team": "x"}}, Fault.LABELS_DIFFER, "'team': 'x'}: one of them"),
+        ({"labels": {"\ud800": ""}}, Fault.LABELS_DIFFER, "one of them or their salt"),
+        ({"labels": {}}, Fault.LABELS_DIFFER, "does not have labels {}"),
+        ({"labels_salt": b""}, Fault.LABELS_DIFFER, "or their salt was altered"),
+        ({"end_user_hash": bytes(32)}, Fault.ALTERED, "does not match its hash"),
+        ({"labels_hash": b""}, Fault.ALTERED, "does not match its hash"),
+        ({"labels_hash": b"short"}, Fault.ALTERED, "does not match its hash"),
+    ],
+)
+def test_an_altered_end_user_or_label_is_named(
+    change: dict[str, Any], fault: Fault, message: str
+) -> None:
+    [receipt] = map(signed, map(named, chain(PROJECTS[0], 1)))
+    verify_receipt(receipt, KEYS)
+
+    problems = {
+        each.fault: str(each)
+        for each in verify_receipts([replace(receipt, **change)], KEYS, month="2026-11").problems
+    }
+
+    assert message in problems[fault]
+    assert fault is Fault.ALTERED or len(problems) == 1
+    with pytest.raises(ReceiptInvalid):
+        verify_receipt(replace(receipt, **change), KEYS)
+
+
+def test_a_receipt_of_a_newer_version_is_reported_as_one() -> None:
+    """It was not altered."""
+    message = receipts_pb2.Receipt(version=5, sequence=1, hash=bytes(32))
+
+    receipt = receipt_of(message)
+
+    for found in (
+        list(receipt_problems(receipt, KEYS)),
+        [each for each in verify_receipts([receipt], KEYS).problems if "version" in str(each)],
+    ):
+        assert [each.fault for each in found] == [Fault.VERSION_UNKNOWN]
+        assert str(found[0]).endswith("has version 5, and this client knows 1 to 4: update it")
+    with pytest.raises(ValueError, match="version: 5 is not 1, 2, 3 or 4"):
+        Receipt.from_json(receipt.to_json())
+    assert not verify_receipts([receipt], KEYS).valid
+
+
+def test_a_receipt_with_hashes_only_verifies() -> None:
+    """A server may hide the names, and they may be erased."""
+    [receipt] = map(signed, map(named, chain(PROJECTS[0], 1)))
+
+    nameless = replace(receipt, end_user="", end_user_salt=b"", labels={}, labels_salt=b"")
+
+    verify_receipt(nameless, KEYS)
+    assert nameless.hash == receipt.hash
+    assert "4711" not in nameless.to_json()
+    assert Receipt.from_json(nameless.to_json()) == nameless
+    assert "version" not in {field.name for field in fields(nameless)}
+    assert nameless.version == 4
 
 
 def test_fields_of_the_wrong_kind_are_refused_by_name() -> None:

@@ -30,6 +30,26 @@ class Receipt(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     VERSION_FIELD_NUMBER: _builtins.int
     ORGANIZATION_ID_FIELD_NUMBER: _builtins.int
     PROJECT_ID_FIELD_NUMBER: _builtins.int
@@ -55,9 +75,15 @@ class Receipt(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     REASONING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    END_USER_HASH_FIELD_NUMBER: _builtins.int
+    LABELS_HASH_FIELD_NUMBER: _builtins.int
+    END_USER_FIELD_NUMBER: _builtins.int
+    END_USER_SALT_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    LABELS_SALT_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Version of the content and its encoding: 3 with `timings`; else 2 if it bills reasoning tokens,
-    and 1 if not.
+    """Version of the content and its encoding: 4 with `end_user_hash` or `labels_hash`; else 3 with
+    `timings`; else 2 if it bills reasoning tokens, and 1 if not.
     """
     organization_id: _builtins.str
     """UUID of the billed organization."""
@@ -99,6 +125,18 @@ class Receipt(_message.Message):
     """Ed25519 signature of the root at the end of `path`, 64 bytes. Empty if unsigned."""
     reasoning_token_count: _builtins.int
     """Billed output tokens of the model's thinking, which have a price of their own."""
+    end_user_hash: _builtins.bytes
+    """SHA-256 of the request's end user with `end_user_salt`, 32 bytes. Empty if it had none."""
+    labels_hash: _builtins.bytes
+    """SHA-256 of the request's labels with `labels_salt`, 32 bytes. Empty if it had none."""
+    end_user: _builtins.str
+    """The end user, which is not a part of the receipt. Only `ListReceipts` sets it and the next
+    three, and only if the server shows names and this one was not erased.
+    """
+    end_user_salt: _builtins.bytes
+    """Salt of `end_user_hash`, 32 bytes."""
+    labels_salt: _builtins.bytes
+    """Salt of `labels_hash`, 32 bytes."""
     @_builtins.property
     def admit_time(self) -> _timestamp_pb2.Timestamp:
         """Time of admission, in whole microseconds."""
@@ -118,6 +156,10 @@ class Receipt(_message.Message):
         """How fast the answer came. Unset for a request that failed or whose server was lost, and in
         receipts of earlier releases.
         """
+
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The labels, which are not a part of the receipt."""
 
     def __init__(
         self,
@@ -147,10 +189,16 @@ class Receipt(_message.Message):
         path: _abc.Iterable[Global___ReceiptStep] | None = ...,
         reasoning_token_count: _builtins.int = ...,
         timings: Global___ReceiptTimings | None = ...,
+        end_user_hash: _builtins.bytes = ...,
+        labels_hash: _builtins.bytes = ...,
+        end_user: _builtins.str = ...,
+        end_user_salt: _builtins.bytes = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        labels_salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "settle_time", b"settle_time", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "api_key_id", b"api_key_id", "billed_token_count", b"billed_token_count", "cached_input_token_count", b"cached_input_token_count", "cost_picos", b"cost_picos", "currency_code", b"currency_code", "embedding_token_count", b"embedding_token_count", "hash", b"hash", "input_token_count", b"input_token_count", "key_id", b"key_id", "model", b"model", "organization_id", b"organization_id", "outcome", b"outcome", "part", b"part", "path", b"path", "previous_hash", b"previous_hash", "price_version", b"price_version", "project_id", b"project_id", "reasoning_token_count", b"reasoning_token_count", "request_id", b"request_id", "sequence", b"sequence", "settle_time", b"settle_time", "signature", b"signature", "timings", b"timings", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "api_key_id", b"api_key_id", "billed_token_count", b"billed_token_count", "cached_input_token_count", b"cached_input_token_count", "cost_picos", b"cost_picos", "currency_code", b"currency_code", "embedding_token_count", b"embedding_token_count", "end_user", b"end_user", "end_user_hash", b"end_user_hash", "end_user_salt", b"end_user_salt", "hash", b"hash", "input_token_count", b"input_token_count", "key_id", b"key_id", "labels", b"labels", "labels_hash", b"labels_hash", "labels_salt", b"labels_salt", "model", b"model", "organization_id", b"organization_id", "outcome", b"outcome", "part", b"part", "path", b"path", "previous_hash", b"previous_hash", "price_version", b"price_version", "project_id", b"project_id", "reasoning_token_count", b"reasoning_token_count", "request_id", b"request_id", "sequence", b"sequence", "settle_time", b"settle_time", "signature", b"signature", "timings", b"timings", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,4 +17,5 @@ export type * from "./generated_calls.js";
 export * from "./generated_values.js";
 export * from "./money.js";
 export * from "./options.js";
+export * from "./receipts.js";
 export * from "./values.js";

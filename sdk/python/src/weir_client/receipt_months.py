@@ -6,6 +6,7 @@ Reports all problems, not only the first. Pure.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from itertools import pairwise
 
 from weir_client.plain import Value
 from weir_client.receipts import (
+    HASH_FIELDS,
     ID_FIELDS,
     TEXT_FIELDS,
     Fault,
@@ -24,6 +26,8 @@ from weir_client.receipts import (
     node,
     number_fields,
     root_of,
+    subject_problems,
+    version_problem,
 )
 
 SEARCHED_COUNT_MAX = 8  # altered receipts whose field is searched; each takes up to 0.1 s
@@ -72,6 +76,7 @@ def verify_receipts(
     )
     found = merkle_root([receipt.hash for receipt in ordered])
     problems = [*content_problems(ordered), *signature_problems(ordered, keys)]
+    problems += itertools.chain.from_iterable(map(subject_problems, ordered))
     problems += chain_problems(ordered, complete=bool(month))
     if root != found or problems:  # a matching root also covers unsigned receipts
         problems += unsigned_problems(ordered)
@@ -107,8 +112,13 @@ def merkle_root(hashes: Sequence[bytes]) -> bytes:
 
 
 def content_problems(ordered: Sequence[Receipt]) -> Iterator[ReceiptProblem]:
-    """Yield each receipt that does not match its hash, with the altered field if it is found."""
-    altered = [receipt for receipt in ordered if content_hash(receipt) != receipt.hash]
+    """Yield each receipt that does not match its hash, with the altered field if it is found.
+
+    A receipt of a newer version is a problem of its own.
+    """
+    yield from (version_problem(receipt) for receipt in ordered if receipt.newer_version)
+    known = (receipt for receipt in ordered if not receipt.newer_version)
+    altered = [receipt for receipt in known if content_hash(receipt) != receipt.hash]
     for count, receipt in enumerate(altered):
         altered_text = altered_field(receipt, ordered) if count < SEARCHED_COUNT_MAX else ""
         text = altered_text or "its content does not match its hash"
@@ -121,7 +131,13 @@ def altered_field(receipt: Receipt, others: Iterable[Receipt]) -> str:
     Finds a single altered field whose original value is a small number or is in other receipts.
     """
     known = list(others)
-    for name in (*ID_FIELDS, *TEXT_FIELDS, "previous_hash", *number_fields(version=2)):
+    for name in (
+        *ID_FIELDS,
+        *TEXT_FIELDS,
+        "previous_hash",
+        *HASH_FIELDS,
+        *number_fields(version=2),
+    ):
         values = {getattr(other, name) for other in known}
         if name == "reasoning_token_count":
             values.add(0)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Any, get_type_hints
@@ -18,6 +18,10 @@ from typing import Any, get_type_hints
 from weir_client.plain import Value
 
 SIGNED_PREFIX = b"weir.receipt.batch.v1\n"
+END_USER_PREFIX = b"weir.receipt.end_user.v1\n"
+LABELS_PREFIX = b"weir.receipt.labels.v1\n"
+HASH_SIZE = 32  # bytes
+VERSION_MAX = 4
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 ID_FIELDS = ("organization_id", "project_id", "api_key_id", "request_id")
 NUMBER_FIELDS = (
@@ -42,6 +46,8 @@ TIME_FIELDS = (
     "itl_max_us",
     "client_stall_us",
 )
+HASH_FIELDS = ("end_user_hash", "labels_hash")  # of version 4
+SALT_FIELDS = ("end_user_salt", "labels_salt")
 
 PublicKeys = Mapping[str, bytes]  # 32 bytes each, by key id
 
@@ -104,7 +110,9 @@ class Receipt(Value):
     """Usage and cost of one request, with its place in the project's hash chain and a signature.
 
     Times are microseconds since 1970 (UTC), costs picos of `currency_code`. `verify_receipt` checks
-    it.
+    it. `end_user` and `labels` are not parts of the receipt, which has their hashes; the salts
+    prove them. They are empty in the answer to a request, if the server hides them, and after an
+    erasure.
     """
 
     organization_id: str
@@ -131,10 +139,23 @@ class Receipt(Value):
     path: tuple[ReceiptStep, ...] = ()
     reasoning_token_count: int = 0  # part of `billed_token_count`, priced separately
     timings: ReceiptTimings | None = None  # None before version 3
+    end_user_hash: bytes = b""  # empty: the request had no end user
+    labels_hash: bytes = b""
+    end_user: str = ""
+    end_user_salt: bytes = b""
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
+    labels_salt: bytes = b""
+    newer_version: int = 0  # of a receipt that this client cannot verify, else 0
 
     @property
     def version(self) -> int:
-        """Version of the encoding: 3 with timings, else 2 with reasoning tokens, else 1."""
+        """Version of the encoding: 4 with the hash of an end user or labels, 3 with timings, 2 with
+        reasoning tokens, else 1.
+        """
+        if self.newer_version:
+            return self.newer_version
+        if self.end_user_hash or self.labels_hash:
+            return 4
         if self.timings is not None:
             return 3
         return 2 if self.reasoning_token_count else 1
@@ -160,8 +181,11 @@ class Receipt(Value):
     def encoded(self) -> bytes:
         """Encode the receipt to the bytes that are hashed.
 
-        Raises: ValueError for an id that is not a UUID, OverflowError for a number beyond 64 bits.
+        Raises: ValueError for an id that is not a UUID or an unknown version, OverflowError for a
+        number beyond 64 bits.
         """
+        if self.newer_version:
+            raise ValueError(f"version {self.newer_version} is not known")
         ids = [uuid.UUID(getattr(self, name)).bytes for name in ID_FIELDS]
         numbers = [
             getattr(self, name).to_bytes(8, "big", signed=True) for name in self._number_fields
@@ -175,7 +199,17 @@ class Receipt(Value):
             for name in (TIME_FIELDS if self.timings is not None else ())
         ]
         magic = f"weir.receipt.v{self.version}\n".encode()
-        return b"".join((magic, *ids, *numbers, self.previous_hash, *times, *lengths_and_texts))
+        hashes = [getattr(self, name) for name in HASH_FIELDS]
+        if any(len(each) not in (0, HASH_SIZE) for each in hashes):
+            raise ValueError(f"a hash of an end user or of labels has {HASH_SIZE} bytes")
+        has = bool(times), *map(bool, hashes)
+        content = sum(2**bit for bit, is_there in enumerate(has) if is_there)
+        if self.version == 4:
+            hashes.insert(0, b"".join(times))
+            times = [content.to_bytes(8, "big")]
+        return b"".join(
+            (magic, *ids, *numbers, self.previous_hash, *times, *hashes, *lengths_and_texts)
+        )
 
     @property
     def _number_fields(self) -> tuple[str, ...]:
@@ -188,7 +222,7 @@ class Receipt(Value):
             indent: Number of spaces of each level; by default all is on one line.
         """
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("previous_hash", "hash", "signature"):
+        for name in ("previous_hash", "hash", "signature", *HASH_FIELDS, *SALT_FIELDS):
             values[name] = values[name].hex()
         values["path"] = [("L" if step.on_left else "R") + step.hash.hex() for step in self.path]
         if self.version == 1:
@@ -197,6 +231,11 @@ class Receipt(Value):
             del values["timings"]
         else:
             values["timings"] = {name: getattr(self.timings, name) for name in TIME_FIELDS}
+        del values["newer_version"]
+        values["labels"] = dict(sorted(self.labels.items()))
+        for name in (*HASH_FIELDS, *SALT_FIELDS, "end_user", "labels"):
+            if not values[name]:
+                del values[name]
         return json.dumps(
             {"version": self.version, **values},
             ensure_ascii=False,
@@ -211,8 +250,11 @@ class Receipt(Value):
         if not isinstance(values, dict):
             raise ValueError("a receipt is a JSON object")
         version = values.pop("version", None)
-        if version not in (1, 2, 3):
-            raise ValueError(f"version: {version!r} is not 1, 2 or 3, the supported versions")
+        if version not in range(1, VERSION_MAX + 1):
+            raise ValueError(
+                f"version: {version!r} is not 1, 2, 3 or 4, the versions that this client knows:"
+                " update it"
+            )
         types = get_type_hints(cls)
         for name in (*ID_FIELDS, *TEXT_FIELDS, "key_id", *number_fields(version)):
             if type(values.get(name)) is not types[name]:
@@ -230,15 +272,19 @@ class Receipt(Value):
         values["path"] = tuple(
             ReceiptStep(step[0] == "L", _from_hex("path", step[1:])) for step in path
         )
-        unknown = values.keys() - types.keys()
+        unknown = values.keys() - types.keys() | values.keys() & {"newer_version"}
         if version == 1:
             unknown |= values.keys() & {"reasoning_token_count"}
         elif version == 2 and not values["reasoning_token_count"]:
             raise ValueError("reasoning_token_count: a receipt of version 2 has such tokens")
-        if version == 3:
+        if version == 3 or (version == 4 and "timings" in values):
             values["timings"] = _timings(values.get("timings"))
         else:
             unknown |= values.keys() & {"timings"}
+        if version == 4:
+            _take_subjects(values)
+        else:
+            unknown |= values.keys() & {*HASH_FIELDS, *SALT_FIELDS, "end_user", "labels"}
         if unknown:
             raise ValueError(f"{min(unknown)}: no such field in a receipt of version {version}")
         return cls(**values)
@@ -261,6 +307,22 @@ def _timings(value: object) -> ReceiptTimings:
     return ReceiptTimings(**value)
 
 
+def _take_subjects(values: dict[str, Any]) -> None:
+    """Parse the hashes of end user and labels, with the salts. Raises: ValueError."""
+    for name in (*HASH_FIELDS, *SALT_FIELDS):
+        if name in values:
+            values[name] = _from_hex(name, values[name])
+            if len(values[name]) != HASH_SIZE:
+                raise ValueError(f"{name}: must have {HASH_SIZE} bytes in hexadecimal")
+    if not values.keys() & {*HASH_FIELDS}:
+        raise ValueError(f"{HASH_FIELDS[0]}: a receipt of version 4 has it, or {HASH_FIELDS[1]}")
+    if type(values.get("end_user", "")) is not str:
+        raise ValueError(f"end_user: {values['end_user']!r} is not a string")
+    labels = values.get("labels", {})
+    if not isinstance(labels, dict) or not all(type(each) is str for each in labels.values()):
+        raise ValueError("labels: must be an object of strings")
+
+
 def _from_hex(name: str, text: object) -> bytes:
     try:
         return bytes.fromhex(str(text))
@@ -271,7 +333,10 @@ def _from_hex(name: str, text: object) -> bytes:
 class Fault(StrEnum):
     """Kind of problem with a receipt, or with the receipts of a month."""
 
+    VERSION_UNKNOWN = "version_unknown"  # this client is too old to verify the receipt
     ALTERED = "altered"  # the content does not match the hash
+    END_USER_DIFFERS = "end_user_differs"  # from the hash in the receipt
+    LABELS_DIFFER = "labels_differ"
     SIGNATURE_WRONG = "signature_wrong"  # the named key did not make it
     KEY_UNKNOWN = "key_unknown"
     NOT_SIGNED = "not_signed"
@@ -317,7 +382,10 @@ def verify_receipt(receipt: Receipt, keys: PublicKeys) -> None:
 
 def receipt_problems(receipt: Receipt, keys: PublicKeys) -> Iterable[ReceiptProblem]:
     """Yield the problems of a single receipt, regardless of its chain."""
-    if content_hash(receipt) != receipt.hash:
+    yield from subject_problems(receipt)
+    if receipt.newer_version:
+        yield version_problem(receipt)
+    elif content_hash(receipt) != receipt.hash:
         yield ReceiptProblem(
             Fault.ALTERED, f"{receipt} was altered: its content does not match its hash"
         )
@@ -334,6 +402,53 @@ def receipt_problems(receipt: Receipt, keys: PublicKeys) -> Iterable[ReceiptProb
             " or another key made it"
         )
         yield ReceiptProblem(Fault.SIGNATURE_WRONG, text)
+
+
+def subject_problems(receipt: Receipt) -> Iterable[ReceiptProblem]:
+    """Yield a problem if the end user, or the labels, are not those of the hash in the receipt.
+
+    Nothing is checked where the receipt comes with the hash only.
+    """
+    if receipt.end_user or receipt.end_user_salt:
+        found = end_user_hash(receipt.end_user_salt, receipt.end_user)
+        if found != receipt.end_user_hash:
+            yield ReceiptProblem(
+                Fault.END_USER_DIFFERS,
+                f"{receipt} is not for end_user {receipt.end_user!r}: the name or its salt was"
+                " altered",
+            )
+    if receipt.labels or receipt.labels_salt:
+        found = labels_hash(receipt.labels_salt, receipt.labels)
+        if found != receipt.labels_hash:
+            yield ReceiptProblem(
+                Fault.LABELS_DIFFER,
+                f"{receipt} does not have labels {dict(receipt.labels)}: one of them or their salt"
+                " was altered",
+            )
+
+
+def end_user_hash(salt: bytes, name: str) -> bytes:
+    """Hash the name of an end user as in a receipt."""
+    encoded = name.encode(errors="surrogatepass")  # JSON may have what no receipt has
+    return hashlib.sha256(END_USER_PREFIX + salt + encoded).digest()
+
+
+def labels_hash(salt: bytes, labels: Mapping[str, str]) -> bytes:
+    """Hash labels as in a receipt."""
+    pairs = sorted(labels.items())
+    texts = [text.encode(errors="surrogatepass") for pair in pairs for text in pair]
+    parts = [part for text in texts for part in (len(text).to_bytes(8, "big"), text)]
+    content = len(labels).to_bytes(8, "big") + b"".join(parts)
+    return hashlib.sha256(LABELS_PREFIX + salt + content).digest()
+
+
+def version_problem(receipt: Receipt) -> ReceiptProblem:
+    """Describe a receipt of a version that this client does not know."""
+    return ReceiptProblem(
+        Fault.VERSION_UNKNOWN,
+        f"{receipt} has version {receipt.version}, and this client knows 1 to {VERSION_MAX}:"
+        " update it",
+    )
 
 
 def content_hash(receipt: Receipt) -> bytes | None:

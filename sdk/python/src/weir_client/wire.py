@@ -22,7 +22,7 @@ from weir.v1 import receipts_pb2, types_pb2
 from weir_client import generated_values as values
 from weir_client.money import PICOS_PER_UNIT, Money
 from weir_client.plain import Value
-from weir_client.receipts import Receipt
+from weir_client.receipts import VERSION_MAX, Receipt
 
 _Value = TypeVar("_Value")
 _Enum = TypeVar("_Enum", bound=StrEnum)
@@ -222,6 +222,7 @@ def receipt(message: receipts_pb2.Receipt) -> Receipt:
     times = {
         "admitted_at_us": micros_of(message.admit_time),
         "settled_at_us": micros_of(message.settle_time),
+        "newer_version": message.version if message.version > VERSION_MAX else 0,
     }
     return read(Receipt, message, **times)
 
