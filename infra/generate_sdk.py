@@ -42,6 +42,7 @@ NAMES = {
     "DrainReplicaResponse": "DrainedReplica",
     "Generation.State": "GenerationState",
     "GetCreditBalanceResponse": "CreditBalance",
+    "EraseEndUserResponse": "ErasedEndUser",
     "GetForecastResponse": "UsageForecast",
     "GetMonthReportResponse": "MonthReport",
     "GetOwnUsageResponse": "UsageReport",
@@ -186,6 +187,7 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "ListAlertWebhooks": "organization?",
         "DeleteAlertWebhook": "organization",
         "TestAlertWebhook": "organization",
+        "EraseEndUser": "organization end_user",
     },
     "BillingService": {
         "GetMonthReport": "organization month",

@@ -36,6 +36,7 @@ from api.admin.price_calls import (
     price_lists,
 )
 from api.admin.tenant_calls import (
+    EndUserCalls,
     QuotaCalls,
     TenantCalls,
     key_message,
@@ -146,6 +147,7 @@ class AdminReads(AuthenticatedServicer):
 
 class AdminServicer(
     TenantCalls,
+    EndUserCalls,
     QuotaCalls,
     PriceCalls,
     PlanCalls,

@@ -14,7 +14,6 @@ from operator import is_not
 from typing import Annotated, Any, ClassVar, TypeVar, cast, overload
 
 import msgspec
-from metering.tenants.usage_subjects import checked_end_user
 from msgspec import Meta, Raw, Struct
 from msgspec.structs import astuple
 from weir.v1 import inference_service_pb2 as pb
@@ -50,6 +49,7 @@ from api.openai.tolerance import (
 )
 from api.openai.tools import FUNCTION, NAMESPACE, Choice, Namespaces, ToolParameter, fill_tools
 from metering.core.errors import InvalidValue
+from metering.tenants.usage_subjects import checked_end_user
 
 TOKEN_ID_MAX = 2**31 - 1
 # `flex` is OpenAI's cheaper tier without latency targets: here the batch tier.

@@ -1440,6 +1440,16 @@ export interface AppliedConfiguration {
   readonly violations: readonly ConfigurationViolation[];
 }
 
+/** What was erased. */
+export interface ErasedEndUser {
+  /** True if anything had the name. */
+  readonly erased: boolean;
+  /** Number of limits that ended. */
+  readonly limitCount: number;
+  /** Number of requests from which labels with this value were removed. */
+  readonly labelledRequestCount: number;
+}
+
 /** Kind of a token, each of which has its own price. UNSPECIFIED: newer than this client. */
 export type TokenKind =
   | "UNSPECIFIED"

@@ -10,12 +10,14 @@ import {
   ApiKeySchema,
   AuditEntrySchema,
   CreateApiKeyResponseSchema,
+  EraseEndUserResponseSchema,
   OrganizationSchema,
   ProjectSchema,
   RotateApiKeyResponseSchema,
   type ApiKey as ApiKeyMessage,
   type AuditEntry as AuditEntryMessage,
   type CreateApiKeyResponse as CreateApiKeyResponseMessage,
+  type EraseEndUserResponse as EraseEndUserResponseMessage,
   type Organization as OrganizationMessage,
   type Project as ProjectMessage,
   type RotateApiKeyResponse as RotateApiKeyResponseMessage,
@@ -210,6 +212,7 @@ import {
   type CreditGrant,
   type CreditNoteSummary,
   type DrainedReplica,
+  type ErasedEndUser,
   type FieldChange,
   type Generation,
   type GenerationState,
@@ -1100,6 +1103,16 @@ export function appliedConfiguration(
     changes: value.changes.map((each) => configurationChange(each)),
     kept: value.kept.map((each) => configurationChange(each)),
     violations: value.violations.map((each) => configurationViolation(each)),
+  };
+}
+
+export function erasedEndUser(
+  value: EraseEndUserResponseMessage = create(EraseEndUserResponseSchema),
+): ErasedEndUser {
+  return {
+    erased: value.erased,
+    limitCount: count(value.limitCount),
+    labelledRequestCount: count(value.labelledRequestCount),
   };
 }
 

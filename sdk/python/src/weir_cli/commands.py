@@ -61,6 +61,7 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
         "weir_cli.tenants:key", "Create, rotate, change, revoke and list API keys.", ADMIN
     ),
     "quota": Command("weir_cli.tenants:quota", "Set, show and remove limits.", ADMIN),
+    "end-user": Command("weir_cli.end_users:end_user", "Erase the users of your customers.", ADMIN),
     "requests": Command("weir_cli.requests:requests", "Show and end running requests.", ADMIN),
     "replicas": Command(
         "weir_cli.requests:replicas", "Show the engines of each model; drain one.", ADMIN

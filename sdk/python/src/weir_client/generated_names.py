@@ -9,8 +9,8 @@ VALUES = """
 Adjustment AdjustmentState Alert AlertDelivery AlertDeliveryState AlertInvoice AlertKey AlertWebhook
 ApiKey AppliedConfiguration AppliedPrice AuditEntry BillingProfile ChangeAction ClosedMonth
 ConfigurationChange ConfigurationViolation CreatedAlertWebhook CreatedApiKey CreditBalance
-CreditGrant CreditNoteSummary DocumentFormat DrainedReplica FieldChange FinishReason Generation
-GenerationState Invoice InvoiceLine InvoicePayment KeyChange KeyRestrictions KillResult
+CreditGrant CreditNoteSummary DocumentFormat DrainedReplica ErasedEndUser FieldChange FinishReason
+Generation GenerationState Invoice InvoiceLine InvoicePayment KeyChange KeyRestrictions KillResult
 KilledRequest LiveOrganization LiveRequest LiveView Model ModelTask ModelVersion Month MonthCharge
 MonthExportFormat MonthReport MonthReportLine MonthState MonthVerification Obstacle Organization
 PaymentState Plan PlanAssignment PlanList PrepaidCredit Price PriceList PriceVersion Project
