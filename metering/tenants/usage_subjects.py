@@ -20,7 +20,7 @@ from metering.core.errors import InvalidValue
 from metering.core.models import UsageSubject, UsageSubjectCount
 from metering.store.db import Sessions
 
-NAME_BYTES_MAX = 256
+NAME_BYTES_MAX = 512  # some coding agents send 200 and more
 LABEL_KEY_CHARS_MAX, LABEL_VALUE_CHARS_MAX = 64, 512  # as in requests
 END_USER, LABEL = "end_user", "label"  # kinds
 # Longer than a month: an end user with one request a month is not archived.
