@@ -25,10 +25,13 @@ LANGUAGE sql IMMUTABLE STRICT AS $$
     FROM jsonb_each(labels)
     WHERE value <> to_jsonb(erased)
 $$;
--- Returns NULL if the transaction erases nothing.
+-- A salt that proves the labels in a receipt goes with them. Returns NULL, or false, if the
+-- transaction erases nothing.
 CREATE FUNCTION only_erases(old_row jsonb, new_row jsonb) RETURNS boolean LANGUAGE sql STABLE AS $$
-    SELECT new_row = jsonb_set(
-        old_row, '{labels}', labels_without(old_row -> 'labels', erased_name()))
+    SELECT new_row - 'receipt_labels_salt' = jsonb_set(
+               old_row - 'receipt_labels_salt',
+               '{labels}', labels_without(old_row -> 'labels', erased_name()))
+           AND coalesce(new_row ->> 'receipt_labels_salt', '') = ''
 $$;
 """
 

@@ -491,7 +491,7 @@ def test_an_end_user_is_erased_after_a_confirmation(
     unasked = weir("end-user erase alice --org acme")
     assert unasked.exit_code == 2
     assert "give --yes: there is no terminal to ask" in unasked.stderr
-    monkeypatch.setattr("weir_cli.end_users.is_asked", lambda: True)
+    monkeypatch.setattr("weir_cli.end_users.has_terminal", lambda: True)
     refused = weir("end-user", "erase", "alice", "--org", "acme", stdin="n\n")
     assert refused.exit_code == 1
     assert "Erase 'alice' of acme" in refused.stderr
@@ -500,9 +500,13 @@ def test_an_end_user_is_erased_after_a_confirmation(
     erased = weir("end-user", "erase", "alice", "--org", "acme", stdin="y\n")
     unattended = weir("end-user erase alice --org acme --yes --if-exists")
 
-    text = "erased an end user of acme: 2 limits ended, and 5 requests lost a label"
+    text = "erased an end user of acme; limits that ended: 2, requests that lost a label: 5"
     assert text in erased.stderr + erased.stdout
     assert text in unattended.stderr + unattended.stdout
-    asked, scripted = server.accounts.requests
-    assert (asked.organization, asked.end_user, asked.allow_missing) == ("acme", "alice", False)
+    confirmed, scripted = server.accounts.requests
+    assert (confirmed.organization, confirmed.end_user, confirmed.allow_missing) == (
+        "acme",
+        "alice",
+        False,
+    )
     assert scripted.allow_missing

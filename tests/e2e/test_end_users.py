@@ -19,7 +19,7 @@ from tests.service import MODEL, PATIENCE_S, Service, Tenant
 
 HEADER = "weir-end-user"
 CHAT: Any = {"model": MODEL, "messages": user_message("Hi"), "max_tokens": 2}
-# What is wrong with a name, by example.
+# Wrong names by their fault.
 WRONG = {
     "long": "é" * 257,
     "blank": " alice",

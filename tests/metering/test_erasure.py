@@ -18,9 +18,11 @@ from sqlalchemy import text
 from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admitted, Settled, Void
+from metering.holds.read import BEGIN_ADMITTING
 from metering.invoicing.invoice_document import invoice_document
 from metering.invoicing.invoice_pdf import render_pdf
 from metering.ledger.rating import rate_all_pending
+from metering.proof.check import Moment
 from metering.quotas.erasure import Erased, Erasure
 from metering.quotas.quota_admin import override_quota, set_quota
 from metering.quotas.quota_rules import Payer
@@ -32,6 +34,7 @@ from tests.conftest import as_application
 from tests.metering.closing_world import ISSUER, ClosingWorld
 from tests.metering.hold_world import NOON, HoldWorld, admit, of_type, settle
 from tests.metering.invariants import check_invariants
+from tests.metering.planted_faults import unseen
 from tests.metering.usage import Consumed, Customer
 
 SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2,3").split(",")]
@@ -156,6 +159,26 @@ async def test_only_one_organization_loses_the_name(
     assert await erase(application, acme.organization_id) == (Erased(0, 0), 0)
 
 
+async def test_a_selector_set_later_gives_no_limit_to_erased_end_users(
+    world: HoldWorld, sessions: Sessions, application: Sessions
+) -> None:
+    payer = world.tenant()
+    for end_user in (NAME, "bob"):
+        [one, _] = of_type(
+            Admitted, await world.run(*(admit(payer, end_user=end_user) for _ in range(2)))
+        )
+        await world.run(settle(one.hold_id, 5))
+    await erase(application, payer.organization_id)
+
+    await limit(sessions, payer, 10_000, for_each="end_user")
+
+    assert world.one("SELECT count(*) FROM quotas WHERE selector_id IS NOT NULL") == 1
+    check_invariants(world.url)
+    fault = "UPDATE usage_subjects SET name = NULL, erased_at = now(), archived_at = now()"
+    planted = [(fault, "is in force for erased end_user")]
+    assert unseen(world.url, planted, Moment.ALWAYS) == []
+
+
 async def test_an_interrupted_erasure_continues_and_is_in_the_audit_log_without_the_name(
     world: HoldWorld, application: Sessions
 ) -> None:
@@ -213,6 +236,26 @@ async def test_requests_that_are_admitted_meanwhile_belong_to_a_new_end_user(
         == 0
     )
     check_invariants(world.url)
+
+
+async def test_erasing_waits_for_admissions_under_way(
+    world: HoldWorld, application: Sessions
+) -> None:
+    payer = world.tenant()
+    await world.run(admit(payer, end_user=NAME, labels={"user": NAME}))
+    async with await psycopg.AsyncConnection.connect(psycopg_conninfo(world.url)) as admission:
+        await admission.execute(BEGIN_ADMITTING.encode())
+        await admission.execute("CREATE TEMPORARY TABLE other ON COMMIT DROP AS TABLE holds")
+        await admission.execute("UPDATE other SET id = gen_random_uuid(), request_id = id")
+        await admission.execute("INSERT INTO holds TABLE other")
+        erasing = asyncio.create_task(erase(application, payer.organization_id))
+        await asyncio.sleep(0.5)
+        assert not erasing.done()
+        await admission.commit()
+
+        assert await erasing == (Erased(1, 0), 2)
+
+    assert tables_with(world.url, NAME) == []
 
 
 # Each with a part of the refusal. {} is the name that the transaction erases.

@@ -1438,7 +1438,7 @@ Global___EraseEndUserRequest: _TypeAlias = EraseEndUserRequest  # noqa: Y015
 
 @_typing.final
 class EraseEndUserResponse(_message.Message):
-    """What was erased."""
+    """Result of an erasure."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1440,7 +1440,7 @@ export interface AppliedConfiguration {
   readonly violations: readonly ConfigurationViolation[];
 }
 
-/** What was erased. */
+/** Result of an erasure. */
 export interface ErasedEndUser {
   /** True if anything had the name. */
   readonly erased: boolean;

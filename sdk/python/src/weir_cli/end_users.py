@@ -41,7 +41,7 @@ def erase(
     """
     owner = organization_or_default(organization, client.address)
     if not yes:
-        if not is_asked():
+        if not has_terminal():
             raise typer.BadParameter("give --yes: there is no terminal to ask", param_hint="--yes")
         question = f"Erase {name!r} of {owner}, its limits, and labels with this value, for ever?"
         typer.confirm(question, abort=True, err=True)
@@ -49,11 +49,11 @@ def erase(
     if not erased.erased:
         return erased, f"{owner} has no such end user: nothing was erased"
     return erased, (
-        f"erased an end user of {owner}: {erased.limit_count} limits ended, and"
-        f" {erased.labelled_request_count} requests lost a label"
+        f"erased an end user of {owner}; limits that ended: {erased.limit_count}, requests that"
+        f" lost a label: {erased.labelled_request_count}"
     )
 
 
-def is_asked() -> bool:
-    """Return True if somebody can answer a question."""
+def has_terminal() -> bool:
+    """Return True if a person can answer a question."""
     return sys.stdin.isatty()

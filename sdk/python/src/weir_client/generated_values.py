@@ -1552,7 +1552,7 @@ class AppliedConfiguration(Value):
 
 @dataclass(frozen=True, slots=True)
 class ErasedEndUser(Value):
-    """What was erased."""
+    """Result of an erasure."""
 
     erased: bool = False
     """True if anything had the name."""
