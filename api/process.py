@@ -10,6 +10,7 @@ import logging
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
@@ -17,7 +18,7 @@ import structlog
 
 from api.core.settings import Settings
 from api.generation.request.registry import RequestRegistry
-from common.logs import configure_logging
+from common.logs import configure_logging, without_details
 
 LEVELS = {
     "debug": logging.DEBUG,
@@ -52,12 +53,27 @@ class Unfailing(io.TextIOBase):
             self._stream.flush()
 
 
+def without_row_values(
+    _: object, __: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Remove the values of rows from errors of the database; a processor of structlog."""
+    for name, value in event.items():
+        if isinstance(value, str):
+            event[name] = without_details(value)
+    return event
+
+
+def plain_traceback(out: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
+    """Write a traceback for a terminal, without values of rows."""
+    out.write("\n" + without_details("".join(traceback.format_exception(*exc_info)).rstrip()))
+
+
 def configure_logs(level: str) -> None:
     """Log events of this level and above, as text on a terminal and as JSON elsewhere."""
     minimum = LEVELS.get(level.lower(), logging.INFO)
     on_terminal = sys.stderr.isatty()
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer()
+        structlog.dev.ConsoleRenderer(exception_formatter=plain_traceback)
         if on_terminal
         else structlog.processors.JSONRenderer(sort_keys=True)
     )
@@ -67,6 +83,7 @@ def configure_logs(level: str) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *([] if on_terminal else [structlog.processors.format_exc_info]),
+            without_row_values,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(minimum),

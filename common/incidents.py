@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 import structlog
 
 from common.backoff import backoff_s
+from common.logs import without_details
 
 SHORTEST_S = 1.0  # delay before an item is retried; doubled by each failure
 LONGEST_S = 300.0  # longest delay, and so the interval of repeated incidents in the log
@@ -40,7 +41,7 @@ def log_incident(error: BaseException, **facts: object) -> str:
     log.error(
         "incident",
         incident_id=incident_id,
-        exception="".join(traceback.format_exception(error)).rstrip(),
+        exception=without_details("".join(traceback.format_exception(error)).rstrip()),
         **facts,
     )
     return incident_id

@@ -42,6 +42,7 @@ NAMES = {
     "DrainReplicaResponse": "DrainedReplica",
     "Generation.State": "GenerationState",
     "GetCreditBalanceResponse": "CreditBalance",
+    "EraseEndUserResponse": "ErasedEndUser",
     "GetEndUserResponse": "EndUserLimits",
     "GetForecastResponse": "UsageForecast",
     "GetMonthReportResponse": "MonthReport",
@@ -189,6 +190,7 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "ListAlertWebhooks": "organization?",
         "DeleteAlertWebhook": "organization",
         "TestAlertWebhook": "organization",
+        "EraseEndUser": "organization end_user",
     },
     "BillingService": {
         "GetMonthReport": "organization month",

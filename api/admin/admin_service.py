@@ -36,6 +36,7 @@ from api.admin.price_calls import (
     price_lists,
 )
 from api.admin.tenant_calls import (
+    EndUserCalls,
     QuotaCalls,
     TenantCalls,
     end_user_limits,
@@ -151,6 +152,7 @@ class AdminReads(AuthenticatedServicer):
 
 class AdminServicer(
     TenantCalls,
+    EndUserCalls,
     QuotaCalls,
     PriceCalls,
     PlanCalls,

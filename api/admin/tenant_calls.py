@@ -23,6 +23,7 @@ from metering.core.pages import check_page_size, page_values
 from metering.invoicing.documents import check_shown
 from metering.invoicing.invoice_document import Issuer
 from metering.quotas import quota_admin, quota_states
+from metering.quotas.erasure import Erasure
 from metering.quotas.quota_rules import QuotaState
 from metering.tenants import admin_requests, api_keys, tenants
 from metering.tenants.api_keys import find_api_key
@@ -230,6 +231,31 @@ def key_message(key: api_keys.KeyRecord) -> pb.ApiKey:
         last_use_time=key.last_used_at,
         use_tracked_since_time=key.uses_tracked_since,
     )
+
+
+class EndUserCalls(AuthenticatedServicer):
+    """RPCs for end users."""
+
+    async def EraseEndUser(
+        self, request: pb.EraseEndUserRequest, context: Context
+    ) -> pb.EraseEndUserResponse:
+        """Erase a name in two steps, so that admissions wait for the short one only."""
+        name = checked_end_user(request.end_user)
+        if not name:
+            raise InvalidValue("end_user", "is required: the name that requests gave")
+        async with self._acting(context, alone=True) as acting:
+            organization = await tenants.find_organization(acting.session, request.organization)
+            erasure = Erasure(organization.id, name, acting.actor)
+            erased = await erasure.erase_names(acting.session)
+        labelled_request_count = await erasure.erase_labels(self._sessions, erased)
+        is_found = erased.subject_count + labelled_request_count > 0
+        if not is_found and not request.allow_missing:
+            raise NotFound("end user", name)
+        return pb.EraseEndUserResponse(
+            erased=is_found,
+            limit_count=erased.limit_count,
+            labelled_request_count=labelled_request_count,
+        )
 
 
 class QuotaCalls(AuthenticatedServicer):

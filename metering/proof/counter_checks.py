@@ -76,6 +76,10 @@ HOLD_MAY_COUNT = f"""h.state = 'held'
     )"""
 
 
+# A hold charged to the limit of a label value has lost the label if the value was erased.
+ERASED_LABEL = "u.kind = 'label' AND u.erased_at IS NOT NULL"
+
+
 def weighted_sql(
     input_count: str,
     cached_count: str,
@@ -141,6 +145,12 @@ def charges_sql(hold_condition: str, rule_condition: str) -> str:
             ON u.organization_id = h.organization_id
            AND u.kind = 'label'
            AND (u.label_key, u.name) = (l.key, l.value)
+        UNION ALL
+        SELECT q.subject_id
+        FROM quotas q
+        JOIN usage_subjects u ON u.id = q.subject_id AND {ERASED_LABEL}
+        WHERE q.id = ANY(h.quota_ids)
+          AND EXISTS (SELECT FROM usage_subjects u WHERE {ERASED_LABEL})
     ) AS s (subject_id)
     JOIN rules r
         ON r.subject_id = s.subject_id

@@ -176,6 +176,18 @@ HOLD_CHECKS = (
         ),
     ),
     Check(
+        "erased-subjects-have-no-limits",
+        "No limit is in force for an end user or label value that was erased.",
+        """
+        SELECT concat('limit ', q.id) AS subject,
+               concat('is in force for erased ', u.kind, ' ', u.id) AS problem
+        FROM usage_subjects u
+        JOIN quotas q ON q.subject_id = u.id
+        WHERE u.erased_at IS NOT NULL
+          AND q.deleted_at IS NULL
+        """,
+    ),
+    Check(
         "holds-are-swept",
         f"No hold is live {OVERDUE} after its expiry: a sweep ends it.",
         f"""

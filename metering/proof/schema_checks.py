@@ -18,6 +18,7 @@ APPEND_ONLY = """
 TRIGGERS = {f"{table}_append_only": "refuse_change" for table in APPEND_ONLY.split()} | {
     "api_keys_no_delete": "refuse_deletion",
     "api_keys_update_recorded": "api_keys_update_recorded",
+    "audit_log_keeps_entries": "audit_entry_changed",
     "billing_months_close_in_order": "billing_months_close_in_order",
     "billing_months_close_once": "billing_month_closes_once",
     "credit_applications_within_grant": "credit_within_grant",

@@ -322,6 +322,10 @@ WHERE h.id = n.hold_id
 """)
 
 
+SELECT_ERASED = text("""
+SELECT id FROM usage_subjects
+WHERE id = ANY(CAST(:subject_ids AS uuid[])) AND erased_at IS NOT NULL
+""")
 SELECT_MEMBER_QUOTAS = text("""
 SELECT subject_id, id, selector_id
 FROM quotas
@@ -643,6 +647,9 @@ async def _member_quotas(session: AsyncSession, each: Recount) -> dict[str, uuid
     used |= {member for _, member in each.live}
     if each.label is None:
         subject_ids = {member: uuid.UUID(member) for member in used}
+        given = {"subject_ids": list(subject_ids.values())}
+        for subject_id in await session.scalars(SELECT_ERASED, given):
+            del subject_ids[str(subject_id)]
     else:
         of_key = {"organization_id": each.organization_id, "label_key": each.label[0]}
         await session.execute(INSERT_LABEL_VALUES, of_key | {"names": list(used)})

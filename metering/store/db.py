@@ -348,6 +348,7 @@ def create_engine(
         max_overflow=0,
         pool_timeout=POOL_WAIT_S,
         pool_pre_ping=True,
+        hide_parameters=True,  # errors are logged, and parameters have names of end users
         connect_args={"options": connection_options(), "async_creator_fn": gated_connect(gate)},
     )
     event.listen(engine.sync_engine, "handle_error", raise_database_unavailable)

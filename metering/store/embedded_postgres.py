@@ -61,6 +61,7 @@ SERVER_SETTINGS: Mapping[str, str] = {
     "max_connections": "100",
     "jit": "off",  # all statements are short: compilation costs more than it saves
     "log_checkpoints": "off",
+    "log_error_verbosity": "terse",  # details have values of rows, such as names of end users
 }
 
 

@@ -252,6 +252,8 @@ def _grant(connection: psycopg.Connection, role: str) -> None:
             )
     for table in LOCKED:
         run("GRANT UPDATE (id) ON {table} TO {role}", table=sql.Identifier("public", table))
+    # For erasing an end user; a trigger decides what may change.
+    run("GRANT UPDATE (before, after) ON public.audit_log TO {role}")
     # As in the migration: a database restored without privileges lacks it.
     run(
         "REVOKE EXECUTE ON FUNCTION public.create_usage_partitions(int),"

@@ -493,3 +493,33 @@ def test_an_organization_without_prices_in_its_currency_is_warned_of(
         admin_pb.CreateOrganizationRequest,
         prices_pb2.ListPricesRequest,
     ]
+
+
+def test_an_end_user_is_erased_after_a_confirmation(
+    weir: Run, server: ScriptedWeir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.accounts.replies["EraseEndUser"] = admin_pb.EraseEndUserResponse(
+        erased=True, limit_count=2, labelled_request_count=5
+    )
+    unasked = weir("end-user erase alice --org acme")
+    assert unasked.exit_code == 2
+    assert "give --yes: there is no terminal to ask" in unasked.stderr
+    monkeypatch.setattr("weir_cli.tenants.has_terminal", lambda: True)
+    refused = weir("end-user", "erase", "alice", "--org", "acme", stdin="n\n")
+    assert refused.exit_code == 1
+    assert "Erase 'alice' of acme" in refused.stderr
+    assert server.accounts.requests == []
+
+    erased = weir("end-user", "erase", "alice", "--org", "acme", stdin="y\n")
+    unattended = weir("end-user erase alice --org acme --yes --if-exists")
+
+    text = "erased an end user of acme; limits that ended: 2, requests that lost a label: 5"
+    assert text in erased.stderr + erased.stdout
+    assert text in unattended.stderr + unattended.stdout
+    confirmed, scripted = server.accounts.requests
+    assert (confirmed.organization, confirmed.end_user, confirmed.allow_missing) == (
+        "acme",
+        "alice",
+        False,
+    )
+    assert scripted.allow_missing

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import anthropic
 import openai
 import pytest
-from grpc import StatusCode
+from grpc import RpcError, StatusCode
 
 from tests.calls import calls
 from tests.e2e.openai_clients import connect, user_message
@@ -161,3 +161,54 @@ async def test_a_live_request_shows_its_end_user_and_labels(service: Service) ->
         "alice",
         {"team": "a"},
     )
+
+
+async def test_an_erased_end_user_is_in_no_answer_and_no_log(service: Service) -> None:
+    name = "erased-5ecf1a70"
+    tenant = await service.tenant(scopes=("inference", "admin"))
+    organization = str(tenant.organization_id)
+    async with (
+        service.stream(tenant.secret) as stream,
+        calls(service, tenant.secret) as admin,
+    ):
+        labels = {"user": name, "team": "a"}
+        first = await stream.begin(end_user=name, labels=labels)
+        await stream.finished(first)
+        running = await stream.begin(end_user=name, labels=labels, initial_credit_tokens=1)
+        await stream.first(running, "admitted")
+
+        erased = await admin("EraseEndUser", organization=organization, end_user=name)
+
+        assert (erased.erased, erased.labelled_request_count) == (True, 2)
+        live = await admin("ListLiveRequests", organization=organization)
+        assert name not in str(live)
+        await stream.cancel(running)
+        await stream.end(running)
+        for request_id in (first, running):
+            assert await looked_up(service, tenant, request_id) == ("", {"team": "a"})
+        entries = await admin("ListAuditEntries", subject=organization, action_prefix="end_user.")
+        assert [each.action for each in entries.entries] == ["end_user.erase"]
+        assert name not in str(entries)
+        with pytest.raises(RpcError) as unknown:
+            await admin("EraseEndUser", organization=organization, end_user=name)
+        assert unknown.value.code() is StatusCode.NOT_FOUND
+        again = await admin(
+            "EraseEndUser", organization=organization, end_user=name, allow_missing=True
+        )
+        assert not again.erased
+        # The same name afterwards is another end user.
+        later = await stream.begin(end_user=name)
+        await stream.finished(later)
+    assert await looked_up(service, tenant, later) == (name, {})
+    assert len({event["end_user_id"] for event in service.database.events(tenant)}) == 2
+    assert name not in service.log
+
+
+@pytest.mark.parametrize("wrong", ["", " alice", "sk-proj-0123456789abcdefghijklmnop"])
+async def test_only_a_name_that_requests_may_have_is_erased(service: Service, wrong: str) -> None:
+    tenant = await service.tenant(scopes=("inference", "admin"))
+    async with calls(service, tenant.secret) as admin:
+        with pytest.raises(RpcError) as refused:
+            await admin("EraseEndUser", organization=str(tenant.organization_id), end_user=wrong)
+    assert refused.value.code() is StatusCode.INVALID_ARGUMENT
+    assert "end_user" in str(refused.value.details())

@@ -60,6 +60,7 @@ SHOWN_TO_THEIR_OWNER = {
 # Values that belong to no customer, so that only the key is wrong.
 COMMON = {
     "model": MODEL,
+    "end_user": "alice",
     "replica": "0",
     "url": "https://example.com/alerts",
     "month": MONTH,

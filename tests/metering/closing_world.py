@@ -130,10 +130,18 @@ class ClosingWorld:
             )
         return grant_id
 
-    async def use(self, price: ModelPrice, *events: Consumed) -> list[int]:
+    async def use(
+        self,
+        price: ModelPrice,
+        *events: Consumed,
+        end_user: str = "",
+        labels: dict[str, str] | None = None,
+    ) -> list[int]:
         """Insert usage events, as settlements do; return their ids."""
         async with self.sessions.begin() as session:
-            return await add_usage(session, self.customer, price, events)
+            return await add_usage(
+                session, self.customer, price, events, end_user=end_user, labels=labels
+            )
 
     async def close(
         self,

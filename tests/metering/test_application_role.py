@@ -94,6 +94,7 @@ async def test_the_application_role_rates_closes_verifies_and_makes_partitions(
         "UPDATE ledger_entries SET amount_picos = 0",
         "UPDATE invoices SET total_picos = 0",
         "UPDATE audit_log SET actor = 'nobody'",
+        "UPDATE audit_log SET subject_id = ''",
         "UPDATE organizations SET name = 'other'",
         "INSERT INTO usage_events_default DEFAULT VALUES",
         "UPDATE usage_events_default SET cost_picos = 0",

@@ -33,7 +33,7 @@ from metering.tenants.api_keys import KeyRecord, create_api_key
 from metering.tenants.billing_profiles import BillingProfile
 from metering.tenants.key_terms import KeyTerms
 from metering.tenants.tenants import create_organization, create_project
-from metering.tenants.usage_subjects import create_usage_subject
+from metering.tenants.usage_subjects import END_USER, create_usage_subject
 
 NOVEMBER = datetime(2026, 11, 15, 12, tzinfo=UTC)
 
@@ -169,9 +169,21 @@ async def mark_closed(session: AsyncSession, customer: Customer, month: date) ->
 
 
 async def add_usage(
-    session: AsyncSession, customer: Customer, price: ModelPrice, events: Iterable[Consumed]
+    session: AsyncSession,
+    customer: Customer,
+    price: ModelPrice,
+    events: Iterable[Consumed],
+    *,
+    end_user: str = "",
+    labels: dict[str, str] | None = None,
 ) -> list[int]:
     """Insert usage events, each with its ended hold; return their ids in the given order."""
+    owner = customer.organization_id
+    subject = (
+        (await create_usage_subject(session, owner, END_USER, "", end_user))[0]
+        if end_user
+        else None
+    )
     holds: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     for event in events:
@@ -183,8 +195,8 @@ async def add_usage(
             "request_id": uuid.uuid4(),
             "model": price.model,
             "price_version_id": price.prices.version,
-            "labels": dict(event.labels),
-            "end_user_id": event.end_user_id,
+            "labels": dict(event.labels) | (labels or {}),
+            "end_user_id": event.end_user_id if subject is None else subject.id,
             "input_token_count": event.input_token_count,
             "cached_input_token_count": event.cached_input_token_count,
             "admitted_at": event.settled_at,

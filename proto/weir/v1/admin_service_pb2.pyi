@@ -1608,3 +1608,63 @@ class GetEndUserResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetEndUserResponse: _TypeAlias = GetEndUserResponse  # noqa: Y015
+
+@_typing.final
+class EraseEndUserRequest(_message.Message):
+    """Erases the name of an end user."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    END_USER_FIELD_NUMBER: _builtins.int
+    ALLOW_MISSING_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Organization, by name or id."""
+    end_user: _builtins.str
+    """Its name, as requests gave it in `end_user`."""
+    allow_missing: _builtins.bool
+    """Succeeds instead of NOT_FOUND if nothing has the name."""
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+        end_user: _builtins.str = ...,
+        allow_missing: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_missing", b"allow_missing", "end_user", b"end_user", "organization", b"organization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EraseEndUserRequest: _TypeAlias = EraseEndUserRequest  # noqa: Y015
+
+@_typing.final
+class EraseEndUserResponse(_message.Message):
+    """Result of an erasure."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERASED_FIELD_NUMBER: _builtins.int
+    LIMIT_COUNT_FIELD_NUMBER: _builtins.int
+    LABELLED_REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    erased: _builtins.bool
+    """True if anything had the name."""
+    limit_count: _builtins.int
+    """Number of limits that ended."""
+    labelled_request_count: _builtins.int
+    """Number of requests from which labels with this value were removed."""
+    def __init__(
+        self,
+        *,
+        erased: _builtins.bool = ...,
+        limit_count: _builtins.int = ...,
+        labelled_request_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["erased", b"erased", "labelled_request_count", b"labelled_request_count", "limit_count", b"limit_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EraseEndUserResponse: _TypeAlias = EraseEndUserResponse  # noqa: Y015

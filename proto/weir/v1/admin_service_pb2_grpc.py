@@ -252,6 +252,11 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_configuration__pb2.ExportConfigurationRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_configuration__pb2.ExportConfigurationResponse.FromString,
                 _registered_method=True)
+        self.EraseEndUser = channel.unary_unary(
+                '/weir.v1.AdminService/EraseEndUser',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.EraseEndUserRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.EraseEndUserResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -561,6 +566,16 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EraseEndUser(self, request, context):
+        """Erases the name of an end user: its limits end, and labels with this value are removed from all
+        requests of the organization. Its usage stays in every sum, without a name. Running requests
+        continue. A later request with the name is one of a new end user. NOT_FOUND if nothing has the
+        name. After an interruption, the same call continues.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -768,6 +783,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ExportConfiguration,
                     request_deserializer=weir_dot_v1_dot_configuration__pb2.ExportConfigurationRequest.FromString,
                     response_serializer=weir_dot_v1_dot_configuration__pb2.ExportConfigurationResponse.SerializeToString,
+            ),
+            'EraseEndUser': grpc.unary_unary_rpc_method_handler(
+                    servicer.EraseEndUser,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.EraseEndUserRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.EraseEndUserResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1884,6 +1904,33 @@ class AdminService:
             '/weir.v1.AdminService/ExportConfiguration',
             weir_dot_v1_dot_configuration__pb2.ExportConfigurationRequest.SerializeToString,
             weir_dot_v1_dot_configuration__pb2.ExportConfigurationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EraseEndUser(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/EraseEndUser',
+            weir_dot_v1_dot_admin__service__pb2.EraseEndUserRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.EraseEndUserResponse.FromString,
             options,
             channel_credentials,
             insecure,

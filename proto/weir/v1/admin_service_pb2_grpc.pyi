@@ -147,6 +147,12 @@ class AdminServiceStub:
     """
     ExportConfiguration: _grpc.UnaryUnaryMultiCallable[_configuration_pb2.ExportConfigurationRequest, _configuration_pb2.ExportConfigurationResponse]
     """Returns the current state as a configuration."""
+    EraseEndUser: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.EraseEndUserRequest, _admin_service_pb2.EraseEndUserResponse]
+    """Erases the name of an end user: its limits end, and labels with this value are removed from all
+    requests of the organization. Its usage stays in every sum, without a name. Running requests
+    continue. A later request with the name is one of a new end user. NOT_FOUND if nothing has the
+    name. After an interruption, the same call continues.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -261,6 +267,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ExportConfiguration: _aio.UnaryUnaryMultiCallable[_configuration_pb2.ExportConfigurationRequest, _configuration_pb2.ExportConfigurationResponse]  # type: ignore[assignment]
     """Returns the current state as a configuration."""
+    EraseEndUser: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.EraseEndUserRequest, _admin_service_pb2.EraseEndUserResponse]  # type: ignore[assignment]
+    """Erases the name of an end user: its limits end, and labels with this value are removed from all
+    requests of the organization. Its usage stays in every sum, without a name. Running requests
+    continue. A later request with the name is one of a new end user. NOT_FOUND if nothing has the
+    name. After an interruption, the same call continues.
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Manages organizations, projects, API keys, quotas and prices. Calls need a key with the scope
@@ -618,5 +630,17 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_configuration_pb2.ExportConfigurationResponse, _abc.Awaitable[_configuration_pb2.ExportConfigurationResponse]]:
         """Returns the current state as a configuration."""
+
+    @_abc_1.abstractmethod
+    def EraseEndUser(
+        self,
+        request: _admin_service_pb2.EraseEndUserRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.EraseEndUserResponse, _abc.Awaitable[_admin_service_pb2.EraseEndUserResponse]]:
+        """Erases the name of an end user: its limits end, and labels with this value are removed from all
+        requests of the organization. Its usage stays in every sum, without a name. Running requests
+        continue. A later request with the name is one of a new end user. NOT_FOUND if nothing has the
+        name. After an interruption, the same call continues.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -40,6 +40,7 @@ import {
   type DocumentFormat,
   type DrainedReplica,
   type EndUserLimits,
+  type ErasedEndUser,
   type KilledRequest,
   type LiveView,
   type Month,
@@ -407,6 +408,12 @@ export interface DeleteAlertWebhookOptions extends CallOptionsOf {
 export interface TestAlertWebhookOptions extends CallOptionsOf {
   /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
   readonly requestId?: string | undefined;
+}
+
+/** Options of `eraseEndUser`. */
+export interface EraseEndUserOptions extends CallOptionsOf {
+  /** Succeeds instead of NotFound if nothing has the name. */
+  readonly allowMissing?: boolean | undefined;
 }
 
 /** Options of `closeMonth`. */
@@ -1140,6 +1147,30 @@ export class AdminCalls extends UnaryClient {
     const method = AdminService.method.testAlertWebhook;
     const response = await this.connection.call(method, init, options);
     return wire.alert(response.alert);
+  }
+
+  /**
+   * Erases the name of an end user: its limits end, and labels with this value are removed from all
+   * requests of the organization. Its usage stays in every sum, without a name. Running requests
+   * continue. A later request with the name is one of a new end user. NotFound if nothing has the
+   * name. After an interruption, the same call continues.
+   *
+   * @param organization Organization, by name or id.
+   * @param endUser Its name, as requests gave it in `end_user`.
+   */
+  async eraseEndUser(
+    organization: string,
+    endUser: string,
+    options: EraseEndUserOptions = {},
+  ): Promise<ErasedEndUser> {
+    const init = defined({
+      organization: organization,
+      endUser: endUser,
+      allowMissing: options.allowMissing,
+    });
+    const method = AdminService.method.eraseEndUser;
+    const response = await this.connection.call(method, init, options);
+    return wire.erasedEndUser(response);
   }
 
 }

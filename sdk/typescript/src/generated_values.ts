@@ -1510,6 +1510,16 @@ export interface AppliedConfiguration {
   readonly violations: readonly ConfigurationViolation[];
 }
 
+/** Result of an erasure. */
+export interface ErasedEndUser {
+  /** True if anything had the name. */
+  readonly erased: boolean;
+  /** Number of limits that ended. */
+  readonly limitCount: number;
+  /** Number of requests from which labels with this value were removed. */
+  readonly labelledRequestCount: number;
+}
+
 /** Kind of a token, each of which has its own price. unspecified: newer than this client. */
 export type TokenKind =
   | "unspecified"

@@ -11,6 +11,7 @@ import {
   AuditEntrySchema,
   CreateApiKeyResponseSchema,
   EndUserSchema,
+  EraseEndUserResponseSchema,
   GetEndUserResponseSchema,
   OrganizationSchema,
   ProjectSchema,
@@ -19,6 +20,7 @@ import {
   type AuditEntry as AuditEntryMessage,
   type CreateApiKeyResponse as CreateApiKeyResponseMessage,
   type EndUser as EndUserMessage,
+  type EraseEndUserResponse as EraseEndUserResponseMessage,
   type GetEndUserResponse as GetEndUserResponseMessage,
   type Organization as OrganizationMessage,
   type Project as ProjectMessage,
@@ -216,6 +218,7 @@ import {
   type DrainedReplica,
   type EndUser,
   type EndUserLimits,
+  type ErasedEndUser,
   type FieldChange,
   type Generation,
   type GenerationState,
@@ -1135,6 +1138,16 @@ export function appliedConfiguration(
     changes: value.changes.map((each) => configurationChange(each)),
     kept: value.kept.map((each) => configurationChange(each)),
     violations: value.violations.map((each) => configurationViolation(each)),
+  };
+}
+
+export function erasedEndUser(
+  value: EraseEndUserResponseMessage = create(EraseEndUserResponseSchema),
+): ErasedEndUser {
+  return {
+    erased: value.erased,
+    limitCount: count(value.limitCount),
+    labelledRequestCount: count(value.labelledRequestCount),
   };
 }
 

@@ -62,7 +62,7 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
     ),
     "quota": Command("weir_cli.tenants:quota", "Set, show and remove limits.", ADMIN),
     "end-user": Command(
-        "weir_cli.tenants:end_users", "Show your customers' own users and their limits.", ADMIN
+        "weir_cli.tenants:end_users", "Show and erase your customers' own users.", ADMIN
     ),
     "requests": Command("weir_cli.requests:requests", "Show and end running requests.", ADMIN),
     "replicas": Command(

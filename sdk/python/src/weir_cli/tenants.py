@@ -5,6 +5,7 @@ A secret is printed once, alone on stdout.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -661,9 +662,7 @@ def delete_quota(
     return {"quota_id": quota_id, "deleted": deleted}, message
 
 
-end_users = typer.Typer(
-    help="Show your customers' own users and their limits.", no_args_is_help=True
-)
+end_users = typer.Typer(help="Show and erase your customers' own users.", no_args_is_help=True)
 
 
 @end_users.command("list")
@@ -693,6 +692,46 @@ def show_end_user(
     found = client.get_end_user(organization_or_default(organization, client.address), end_user)
     about = END_USERS.of([found.end_user])
     return found, about, limits(found.quotas, QUOTAS_OF_ONE)
+
+
+@end_users.command("erase")
+@calls(admin_client)
+def erase_end_user(
+    client: AdminClient,
+    end_user: Annotated[str, typer.Argument(help="Its name, as requests gave it.")],
+    organization: OrganizationOption = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    if_exists: Annotated[
+        bool,
+        typer.Option(
+            "--if-exists", help="Succeed if it does not exist, for scripts that run again."
+        ),
+    ] = False,
+) -> Output:
+    """Erase an end user's name for ever. Its usage stays in all sums and bills, without a name.
+
+    Its limits end. Labels with the same value are removed from all requests of the organization.
+    """
+    owner = organization_or_default(organization, client.address)
+    if not yes:
+        if not has_terminal():
+            raise typer.BadParameter("give --yes: there is no terminal to ask", param_hint="--yes")
+        question = (
+            f"Erase {end_user!r} of {owner}, its limits, and labels with this value, for ever?"
+        )
+        typer.confirm(question, abort=True, err=True)
+    erased = client.erase_end_user(owner, end_user, allow_missing=if_exists)
+    if not erased.erased:
+        return erased, f"{owner} has no such end user: nothing was erased"
+    return erased, (
+        f"erased an end user of {owner}; limits that ended: {erased.limit_count}, requests that"
+        f" lost a label: {erased.labelled_request_count}"
+    )
+
+
+def has_terminal() -> bool:
+    """Return True if a person can answer a question."""
+    return sys.stdin.isatty()
 
 
 def changed(status: QuotaStatus) -> Output:

@@ -42,6 +42,7 @@ from weir_client.generated_values import (
     DocumentFormat,
     DrainedReplica,
     EndUserLimits,
+    ErasedEndUser,
     KilledRequest,
     LiveView,
     Month,
@@ -805,6 +806,27 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.TestAlertWebhook, request)
         return wire.read(Alert, response.alert)
 
+    async def erase_end_user(
+        self, organization: str, end_user: str, *, allow_missing: bool = False
+    ) -> ErasedEndUser:
+        """Erases the name of an end user: its limits end, and labels with this value are removed
+        from all requests of the organization. Its usage stays in every sum, without a name. Running
+        requests continue. A later request with the name is one of a new end user. NotFound if
+        nothing has the name. After an interruption, the same call continues.
+
+        `organization`: Organization, by name or id.
+        `end_user`: Its name, as requests gave it in `end_user`.
+        `allow_missing`: Succeeds instead of NotFound if nothing has the name.
+        """
+        request = wire.request(
+            admin_service_pb2.EraseEndUserRequest,
+            organization=organization,
+            end_user=end_user,
+            allow_missing=allow_missing,
+        )
+        response = await self._call(self._stub.EraseEndUser, request)
+        return wire.read(ErasedEndUser, response)
+
 
 class BlockingAdminCalls(BlockingUnaryClient):
     """Blocking twins of `AsyncAdminCalls`."""
@@ -842,6 +864,7 @@ class BlockingAdminCalls(BlockingUnaryClient):
     list_alert_webhooks = blocking(AsyncAdminCalls.list_alert_webhooks)
     delete_alert_webhook = blocking(AsyncAdminCalls.delete_alert_webhook)
     test_alert_webhook = blocking(AsyncAdminCalls.test_alert_webhook)
+    erase_end_user = blocking(AsyncAdminCalls.erase_end_user)
 
 
 class AsyncBillingCalls(UnaryClient):

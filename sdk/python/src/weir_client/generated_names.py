@@ -9,13 +9,13 @@ VALUES = """
 Adjustment AdjustmentState Alert AlertDelivery AlertDeliveryState AlertInvoice AlertKey AlertWebhook
 ApiKey AppliedConfiguration AppliedPrice AuditEntry BillingProfile ChangeAction ClosedMonth
 ConfigurationChange ConfigurationViolation CreatedAlertWebhook CreatedApiKey CreditBalance
-CreditGrant CreditNoteSummary DocumentFormat DrainedReplica EndUser EndUserLimits FieldChange
-FinishReason Generation GenerationState Invoice InvoiceLine InvoicePayment KeyChange KeyRestrictions
-KillResult KilledRequest LiveOrganization LiveRequest LiveView Model ModelTask ModelVersion Month
-MonthCharge MonthExportFormat MonthReport MonthReportLine MonthState MonthVerification Obstacle
-Organization PaymentState Plan PlanAssignment PlanList PrepaidCredit Price PriceList PriceVersion
-Project QuotaDimension QuotaStatus QuotaSubject Quote Reconciliation RecordedRequest RefusedField
-Replica ReplicaDrain ReplicaList ReplicaState RequestCounts RequestPhase RotatedApiKey
-SimulatedCustomer Stage Timings TokenKind TokenLogprob TokenLogprobs UndrainedReplica Usage
-UsageForecast UsageGrouping UsagePage UsageReport UsageRow UsageShare
+CreditGrant CreditNoteSummary DocumentFormat DrainedReplica EndUser EndUserLimits ErasedEndUser
+FieldChange FinishReason Generation GenerationState Invoice InvoiceLine InvoicePayment KeyChange
+KeyRestrictions KillResult KilledRequest LiveOrganization LiveRequest LiveView Model ModelTask
+ModelVersion Month MonthCharge MonthExportFormat MonthReport MonthReportLine MonthState
+MonthVerification Obstacle Organization PaymentState Plan PlanAssignment PlanList PrepaidCredit
+Price PriceList PriceVersion Project QuotaDimension QuotaStatus QuotaSubject Quote Reconciliation
+RecordedRequest RefusedField Replica ReplicaDrain ReplicaList ReplicaState RequestCounts
+RequestPhase RotatedApiKey SimulatedCustomer Stage Timings TokenKind TokenLogprob TokenLogprobs
+UndrainedReplica Usage UsageForecast UsageGrouping UsagePage UsageReport UsageRow UsageShare
 """

@@ -1640,6 +1640,18 @@ class AppliedConfiguration(Value):
     fields are empty."""
 
 
+@dataclass(frozen=True, slots=True)
+class ErasedEndUser(Value):
+    """Result of an erasure."""
+
+    erased: bool = False
+    """True if anything had the name."""
+    limit_count: int = 0
+    """Number of limits that ended."""
+    labelled_request_count: int = 0
+    """Number of requests from which labels with this value were removed."""
+
+
 class TokenKind(StrEnum):
     """Kind of a token, each of which has its own price."""
 
