@@ -339,7 +339,7 @@ def error_facts(reason: str) -> str:
     rows: dict[tuple[str, ...], None] = {}
     keys: dict[str, None] = {}
     for status in examples_by_reason().get(reason, ()):
-        answer, error = error_response(status), error_from_status(status)
+        answer, error = error_response(status, parameters.CHAT_NAMES), error_from_status(status)
         when = "after `RetryInfo`" if "retry-after" in answer.headers else "no"
         rows[
             f"`{code_pb2.Code.Name(status.code)}`",
@@ -367,7 +367,7 @@ def error_example(reason: str) -> str:
             }
         )
     status = examples_by_reason()[reason][0]
-    answer, error = error_response(status), error_from_status(status)
+    answer, error = error_response(status, parameters.CHAT_NAMES), error_from_status(status)
     http = [f"{answer.http_status}, type {answer.kind}, code {answer.code}"]
     http += [f"param {answer.param}"] if answer.param else []
     http += [f"{name}: {value}" for name, value in answer.headers.items() if name == "retry-after"]
