@@ -341,7 +341,8 @@ def facts(source: object, *names: str) -> dict[str, str]:
 def quota_metadata(error: QuotaExceeded) -> dict[str, str]:
     """Describe the exceeded quota: limit, remaining amount, reset, and if a retry can succeed."""
     first = error.failing[0]
-    message = facts(first, "quota_id", "subject", "subject_id", "model", "used", "held") | {
+    message = facts(first, "quota_id", "subject_id", "model", "used", "held") | {
+        "subject": first.subject.spelling,
         "dimension": first.dimension.spelling,
         "limit": str(first.limit_value),
         "remaining": str(max(first.remaining, 0)),
@@ -396,7 +397,7 @@ def details_of(error: BaseException, room: int) -> list[Message]:
         failure = error_details_pb2.QuotaFailure()
         found = [
             {
-                "subject": f"{state.subject}:{state.subject_id}",
+                "subject": f"{state.subject.spelling}:{state.subject_id}",
                 "description": (
                     f"{state.dimension.spelling}: {max(state.remaining, 0)} of {state.limit_value}"
                     " left"

@@ -239,6 +239,11 @@ class QuotaSubject(StrEnum):
     PROJECT = "project"
     API_KEY = "api_key"
 
+    @property
+    def spelling(self) -> str:
+        """Name in the API, the CLI and documents, such as `api-key`."""
+        return self.value.replace("_", "-")
+
 
 class QuotaDimension(StrEnum):
     """Quantity that a quota limits, with its calendar window (UTC)."""

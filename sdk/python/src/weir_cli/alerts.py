@@ -13,7 +13,14 @@ from weir_cli.commands import ExitCode
 from weir_cli.connection import OnlyOrganizationOption, Output, admin_client, billing_client, calls
 from weir_cli.render import JsonOption, Table, note, print_found, print_json, table
 from weir_cli.tenants import show_secret
-from weir_cli.texts import Cell, dimension_amount, minute_text, money_text, thresholds_text
+from weir_cli.texts import (
+    Cell,
+    dimension_amount,
+    minute_text,
+    money_text,
+    subject_text,
+    thresholds_text,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -185,7 +192,7 @@ def about(alert: Alert) -> tuple[Cell, ...]:
     if not alert.quota_id:
         return alert.organization_name, "—", "—", "test", "—", "—", "—"
     return (
-        f"{alert.subject.value.replace('-', ' ')} {alert.subject_name}",
+        f"{subject_text(alert.subject)} {alert.subject_name}",
         alert.dimension.value,
         alert.model or "all",
         thresholds_text(alert.dimension, (alert.threshold,)),

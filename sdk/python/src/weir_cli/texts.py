@@ -10,7 +10,7 @@ from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
-from weir_client import Money, QuotaDimension
+from weir_client import Money, QuotaDimension, QuotaSubject
 from weir_client.money import minor_digits
 
 if TYPE_CHECKING:
@@ -367,7 +367,12 @@ def use_text(key: ApiKey) -> str:
 def quota_owner(quota: QuotaStatus) -> str:
     """Name the subject of a limit."""
     scope = "new keys of " if quota.for_new_keys else ""
-    return f"{scope}{quota.subject.value.replace('-', ' ')} {quota.subject_name}".rstrip()
+    return f"{scope}{subject_text(quota.subject)} {quota.subject_name}".rstrip()
+
+
+def subject_text(subject: QuotaSubject) -> str:
+    """Format the kind of object that a limit is for, such as `API key`."""
+    return subject.value.replace("api-key", "API key")
 
 
 def quota_remarks(quota: QuotaStatus) -> str:
