@@ -145,6 +145,15 @@ MonthArgument = Annotated[
         callback=lambda month: month and checked_month(month),
     ),
 ]
+PresentMonthArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Month in UTC, such as 2026-11. Default: the current one until today.",
+        metavar="MONTH",
+        callback=lambda month: month and checked_month(month),
+        show_default=False,
+    ),
+]
 
 
 def explain(error: WeirError, address: str) -> str:

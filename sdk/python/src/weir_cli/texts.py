@@ -299,10 +299,9 @@ def prices_reasoning(version: PriceVersion) -> bool:
 
 
 def price_source(applied: AppliedPrice) -> str:
-    """Name the owner of a price, and its tier if that is another one."""
-    version = applied.version
-    owner = version.organization_name if applied.source == "organization" else "list"
-    return owner if version.tier == applied.tier else f"{owner} ({version.tier})"
+    """Name the owner of a price."""
+    is_own = applied.source == "organization"
+    return applied.version.organization_name if is_own else "list"
 
 
 def allowances_text(plan: Plan) -> str | None:
