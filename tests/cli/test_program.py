@@ -471,7 +471,7 @@ def test_the_wheel_of_the_client_holds_all_that_its_commands_import(tmp_path: Pa
 
     assert message.returncode == 0, message.stderr
     found = dict(ast.literal_eval(message.stdout))
-    assert set(found) == {"weir", "weir_cli", "weir_client", "weir_yaml"}
+    assert set(found) == {"weir", "weir_cli", "weir_client"}
     assert all(str(installed) in path for path in found.values())
 
 
