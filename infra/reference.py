@@ -18,6 +18,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -55,6 +56,7 @@ from api.openai.error_responses import ErrorResponse, error_response
 from common.settings import settings_of
 from infra.error_examples import examples, http_examples
 from infra.generate_proto import contract
+from infra.install import reported
 from metering.ledger.ledger import AccountKind, TransactionKind
 from metering.quotas.quota_rules import DIMENSIONS, Kind
 
@@ -854,6 +856,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # Hooks of MkDocs
 
 
+class Building:
+    """Page that MkDocs is at, as text for the lines of progress."""
+
+    page = "preparing"
+
+    def __str__(self) -> str:
+        return f"building the documentation: {self.page}"
+
+
+BUILDING, REPORTED = Building(), ExitStack()
+
+
+def on_startup(command: str, **_: object) -> None:
+    """Say every few seconds how far `make docs` is, which prints nothing else."""
+    if command == "build":
+        REPORTED.enter_context(reported(BUILDING))
+
+
+def on_shutdown() -> None:
+    REPORTED.close()
+
+
 def on_config(config: Any) -> None:
     """Show the version beside the name of the site, and a link to REPOSITORY_URL if it is set."""
     config.repo_url = os.environ.get("REPOSITORY_URL")
@@ -862,7 +886,7 @@ def on_config(config: Any) -> None:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: object) -> str:
     """Lead links to pages of the site, and weigh the page in the search as mkdocs.yml says."""
-    path = page.file.src_uri
+    BUILDING.page = path = page.file.src_uri
     for start, search in config.extra["search"].items():
         if path.startswith(start):
             page.meta |= {"search": search, "tags": search.get("tags", [])}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -140,18 +141,25 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
 CODES_BY_CLASS: Mapping[type, int] = {kind: code for code, kinds in KINDS.items() for kind in kinds}
 # Pages of the reasons, below the documentation site; without one, files of this repository.
 PAGES, FILES = "reference/errors/{}.html", "docs/reference/errors/{}.md"
-_docs_url = ""
+CHECKOUT = Path(__file__).resolve().parents[2]
+_page_url = FILES
 
 
-def link_to_docs(url: str) -> None:
-    """Set the address of the documentation site that all errors of this process link to."""
-    global _docs_url  # errors are converted in every part of a process
-    _docs_url = url.rstrip("/")
+def link_to_docs(url: str, *, local: bool = False) -> None:
+    """Set the documentation site that all errors of this process link to.
+
+    Without a site, a server that is `local` links to the files of its checkout, which its clients
+    on the same machine can open.
+    """
+    global _page_url  # errors are converted in every part of a process
+    _page_url = f"{url.rstrip('/')}/{PAGES}" if url else FILES
+    if not url and local and (CHECKOUT / FILES.format("INTERNAL")).is_file():
+        _page_url = f"{CHECKOUT.as_uri()}/{FILES}"
 
 
 def doc_url_of(reason: str) -> str:
-    """Return the address of a reason's page; a path in the repository if no site is set."""
-    return f"{_docs_url}/{PAGES}".format(reason) if _docs_url else FILES.format(reason)
+    """Return the address of a reason's page; a path in the repository if it has none."""
+    return _page_url.replace("{}", reason)
 
 
 def help_of(reason: str) -> error_details_pb2.Help:
