@@ -893,6 +893,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: object) -> str:
     return led(markdown, path)
 
 
+def on_page_context(_context: object, page: Any, **_: object) -> None:
+    """Note that a page is being written, for the lines of progress."""
+    BUILDING.page = f"writing {page.file.src_uri}"
+
+
 @cache
 def page_paths() -> Mapping[str, str]:
     """Map the path of each page's file to the page. Some pages are links to files elsewhere."""
