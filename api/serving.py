@@ -108,7 +108,8 @@ class Server:
     def __init__(self, settings: Settings, spares: SpareWorkers | None = None) -> None:
         """`spares` may already have a worker."""
         self.settings = settings
-        link_to_docs(settings.listen.docs)
+        is_local = settings.listen.is_local and not settings.access.trusted_proxies
+        link_to_docs(settings.listen.docs, local=is_local)
         self.process_id = uuid.uuid4()
         self.stopping = asyncio.Event()
         self.gate = StoreGate()

@@ -34,6 +34,7 @@ DOCUMENTATION = ("--group", "docs")
 # PyTorch's documented index of builds without CUDA. Only torch itself is taken from there.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TORCH_CPU_TIMEOUT_S = 10  # seconds: without a route there, set-up goes on soon
+STARTED_S = time.monotonic()  # all parts count from here, so that none looks like a restart
 PROGRESS_S = 5.0  # seconds between two lines of progress; on a terminal it is one line, each second
 MB = 1_000_000
 WHEEL = re.compile(r"(?:Downloading|Using cached|Processing) (?:\S*/)?([\w.]+-\d[\w.+]*)-\S+\.whl")
@@ -66,8 +67,10 @@ def create(venv: Path) -> None:
 class Progress:
     """Progress of an installation, read from the lines that pip prints."""
 
-    def __init__(self, packages: Path) -> None:
+    def __init__(self, packages: Path, what: str) -> None:
+        """`what` names the part of the set-up, since each part counts its own packages."""
         self._packages = packages  # the directory that the packages are unpacked into
+        self._what = what
         self._found_before = self._unpacked()
         self._collected = 0
         self._wanted = 0
@@ -101,15 +104,19 @@ class Progress:
         return self._wanted
 
     def __str__(self) -> str:
+        return f"{self._what}: {self._state()}"
+
+    def _state(self) -> str:
         if self._wanted:
             done = min(self._unpacked() - self._found_before, self._wanted)
-            return f"unpacking: {max(done, 0)} of {self._wanted} packages"
+            return f"unpacking {max(done, 0)} of {self._wanted} packages"
         if self._file:
             received, size = (count / MB for count in self._file_bytes)
             part = f" {received:.0f} of {size:.0f} MB" if size >= 1 else ""
             total = self.downloaded_bytes / MB
             return f"downloading {self._file}{part}; {total:.0f} MB so far"
-        return f"looking for packages: {self._collected} found"
+        found = f", {self._collected} found" if self._collected else ""
+        return f"looking for packages{found}"
 
     def _unpacked(self) -> int:
         return sum(1 for _ in self._packages.glob("lib/python*/site-packages/*.dist-info"))
@@ -143,12 +150,12 @@ def pip(
     return process.returncode, "".join(output)
 
 
-def install(venv: Path, *what: str, bar: str = "raw") -> Progress:
-    """Run `pip install` in `venv`, and say every few seconds what it is doing.
+def install(venv: Path, part: str, *what: str, bar: str = "raw") -> Progress:
+    """Run `pip install` in `venv`, and say every few seconds what it is doing in this part.
 
     Raises: SystemExit with pip's output if it fails.
     """
-    progress = Progress(venv)
+    progress = Progress(venv, part)
     with reported(progress):
         status, output = pip(venv, *what, progress=progress, bar=bar)
     if status != 0:
@@ -171,7 +178,7 @@ def install_torch_for_cpus(venv: Path) -> int:
         index = {"PIP_INDEX_URL": TORCH_CPU_INDEX, "PIP_RETRIES": "0"}
         sources.append(index | {"PIP_DEFAULT_TIMEOUT": seconds, "PIP_TIMEOUT": seconds})
     for settings in sources:
-        progress = Progress(venv)
+        progress = Progress(venv, "part 2 of 3, PyTorch")
         with reported(progress):
             status, _ = pip(venv, "--no-deps", f"{pin}+cpu", progress=progress, settings=settings)
         if status == 0:
@@ -200,17 +207,16 @@ def names_an_index(venv: Path) -> bool:
 
 @contextmanager
 def reported(doing: object) -> Iterator[None]:
-    """Print `str(doing)` with the elapsed time until the block ends.
+    """Print `str(doing)` every few seconds until the block ends, with the time since the start.
 
     On a terminal it is one line that changes; elsewhere a line is added every few seconds.
     """
-    started_s = time.monotonic()
     is_terminal = sys.stdout.isatty()
     ended = threading.Event()
 
     def report() -> None:
         while not ended.wait(1.0 if is_terminal else PROGRESS_S):
-            line = f"{time.monotonic() - started_s:5.0f} s  {doing}"
+            line = f"{time.monotonic() - STARTED_S:5.0f} s  {doing}"
             print(f"\r\033[K{line[:79]}" if is_terminal else line, end="", flush=True)
             if not is_terminal:
                 print(flush=True)
@@ -238,19 +244,18 @@ def main() -> int:
         "--docs", action="store_true", help="what builds the documentation instead of Weir itself"
     )
     options = parser.parse_args()
-    started = time.monotonic()
     if options.docs:
         print(f"Installing what builds the documentation into {options.venv}.", flush=True)
-        done = install(options.venv, "-c", str(LOCK), "-c", str(DOCS_LOCK), *DOCUMENTATION)
+        done = install(options.venv, "tools", "-c", str(LOCK), "-c", str(DOCS_LOCK), *DOCUMENTATION)
     elif options.dev:
         print(f"Installing the test and check tools into {options.venv}.", flush=True)
-        done = install(options.venv, "-c", str(LOCK), *DEVELOPMENT)
+        done = install(options.venv, "tools", "-c", str(LOCK), *DEVELOPMENT)
     else:
         print(f"Installing Weir into {options.venv}. It downloads packages only once.", flush=True)
         done = install_weir(options.venv, options.pip)
     print(
         f"Installed {done.installed_count} packages, {done.downloaded_bytes / MB:.0f} MB of"
-        f" downloads, in {time.monotonic() - started:.0f} s.",
+        f" downloads, in {time.monotonic() - STARTED_S:.0f} s.",
         flush=True,
     )
     return 0
@@ -263,13 +268,13 @@ def install_weir(venv: Path, pip_version: str) -> Progress:
         with reported("creating the virtual environment"):
             create(venv)
         # The pip that comes with an older Python does not know `raw`.
-        install(venv, f"pip=={pip_version}", bar="off")
+        install(venv, "part 1 of 3, pip", f"pip=={pip_version}", bar="off")
         torch_bytes = install_torch_for_cpus(venv)
-        done = install(venv, "-c", str(LOCK), *RUN_TIME)
+        done = install(venv, "part 3 of 3, the rest", "-c", str(LOCK), *RUN_TIME)
         done.count_earlier(torch_bytes)
         # An upgrade from a server that owned it removes it.
         if not (venv / "bin" / "weir").exists():
-            install(venv, "--force-reinstall", "--no-deps", "-e", "sdk/python")
+            install(venv, "the command weir", "--force-reinstall", "--no-deps", "-e", "sdk/python")
         with reported("compiling the native decoder"):
             built, _ = compiling.communicate()
     if compiling.returncode != 0:

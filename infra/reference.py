@@ -18,6 +18,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -55,6 +56,7 @@ from api.openai.error_responses import ErrorResponse, error_response
 from common.settings import settings_of
 from infra.error_examples import examples, http_examples
 from infra.generate_proto import contract
+from infra.install import reported
 from metering.ledger.ledger import AccountKind, TransactionKind
 from metering.quotas.quota_rules import DIMENSIONS, Kind
 
@@ -339,7 +341,7 @@ def error_facts(reason: str) -> str:
     rows: dict[tuple[str, ...], None] = {}
     keys: dict[str, None] = {}
     for status in examples_by_reason().get(reason, ()):
-        answer, error = error_response(status), error_from_status(status)
+        answer, error = error_response(status, parameters.CHAT_NAMES), error_from_status(status)
         when = "after `RetryInfo`" if "retry-after" in answer.headers else "no"
         rows[
             f"`{code_pb2.Code.Name(status.code)}`",
@@ -367,7 +369,7 @@ def error_example(reason: str) -> str:
             }
         )
     status = examples_by_reason()[reason][0]
-    answer, error = error_response(status), error_from_status(status)
+    answer, error = error_response(status, parameters.CHAT_NAMES), error_from_status(status)
     http = [f"{answer.http_status}, type {answer.kind}, code {answer.code}"]
     http += [f"param {answer.param}"] if answer.param else []
     http += [f"{name}: {value}" for name, value in answer.headers.items() if name == "retry-after"]
@@ -854,6 +856,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # Hooks of MkDocs
 
 
+class Building:
+    """Page that MkDocs is at, as text for the lines of progress."""
+
+    page = "preparing"
+
+    def __str__(self) -> str:
+        return f"building the documentation: {self.page}"
+
+
+BUILDING, REPORTED = Building(), ExitStack()
+
+
+def on_startup(command: str, **_: object) -> None:
+    """Say every few seconds how far `make docs` is, which prints nothing else."""
+    if command == "build":
+        REPORTED.enter_context(reported(BUILDING))
+
+
+def on_shutdown() -> None:
+    REPORTED.close()
+
+
 def on_config(config: Any) -> None:
     """Show the version beside the name of the site, and a link to REPOSITORY_URL if it is set."""
     config.repo_url = os.environ.get("REPOSITORY_URL")
@@ -862,11 +886,16 @@ def on_config(config: Any) -> None:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: object) -> str:
     """Lead links to pages of the site, and weigh the page in the search as mkdocs.yml says."""
-    path = page.file.src_uri
+    BUILDING.page = path = page.file.src_uri
     for start, search in config.extra["search"].items():
         if path.startswith(start):
             page.meta |= {"search": search, "tags": search.get("tags", [])}
     return led(markdown, path)
+
+
+def on_page_context(_context: object, page: Any, **_: object) -> None:
+    """Note that a page is being written, for the lines of progress."""
+    BUILDING.page = f"writing {page.file.src_uri}"
 
 
 @cache

@@ -67,8 +67,9 @@ SPELLINGS = {
 }
 
 
-def exceeded(dimension: QuotaDimension) -> QuotaExceeded:
-    subject = QuotaSubject.PROJECT
+def exceeded(
+    dimension: QuotaDimension, subject: QuotaSubject = QuotaSubject.PROJECT
+) -> QuotaExceeded:
     rule = QuotaRule(uuid.uuid4(), subject, uuid.uuid4(), "", dimension, 5)
     return QuotaExceeded([QuotaState(rule, 5, 0, NOW)], [1], "USD")
 
@@ -130,6 +131,36 @@ def test_the_metric_of_refusals_has_the_same_names() -> None:
         counts.failed("demo", ServiceTier.INTERACTIVE, exceeded(dimension), None)
 
     assert {labels[2] for labels in counts.refusals} == set(SPELLINGS.values())
+
+
+@pytest.mark.parametrize("subject", QuotaSubject)
+def test_the_owner_of_a_limit_has_one_spelling_everywhere(subject: QuotaSubject) -> None:
+    error = exceeded(QuotaDimension.TOKENS_PER_DAY, subject)
+    status, spelling = status_of(error), subject.spelling
+    client_error = error_from_status(status)
+    alert = Alert(
+        id=uuid.uuid4(), window_start=NOW, threshold=80, limit_value=5, used=4, fired_at=NOW
+    )
+    quota = Quota(
+        id=uuid.uuid4(),
+        subject=subject,
+        subject_id=uuid.uuid4(),
+        model="",
+        dimension="tokens_per_day",
+    )
+    organization = Organization(id=uuid.uuid4(), name="acme", currency_code="USD")
+    webhook = json.loads(body_of(ListedAlert(alert, organization, quota, None, None)))
+    counts = RequestCounts(["demo"])
+    counts.failed("demo", ServiceTier.INTERACTIVE, error, None)
+
+    assert isinstance(client_error, ClientQuotaExceeded)
+    assert client_error.quota is not None
+    assert client_error.metadata["subject"] == spelling
+    assert client_error.quota.subject is weir_client.QuotaSubject(spelling)
+    assert client_error.details.quota_violations[0].subject.partition(":")[0] == spelling
+    assert webhook["quota"]["subject"] == spelling
+    assert {labels[3] for labels in counts.refusals} == {spelling}
+    assert f'"{spelling}"' in (ROOT / "sdk/typescript/src/generated_values.ts").read_text()
 
 
 @pytest.mark.parametrize("kind", TokenKind)

@@ -531,7 +531,7 @@ def examined_settings(
 ) -> TensorRtSettings:
     """Build the settings of `weir doctor tensorrt`; end the command if its file is invalid."""
     import yaml
-    from weir_yaml import NotYaml, compose
+    from weir_cli.yaml_files import NotYaml, compose
     from yaml.constructor import SafeConstructor
 
     from api.core.settings import Settings

@@ -45,6 +45,7 @@ TOKENS_PER_MONTH = 250_000
 CONCURRENT_REQUESTS = 64
 CANCEL_EVERY = 12  # one agent in this many cancels in mid-stream
 LEDGER_TIMEOUT_S = 30.0
+PROGRESS_S = 5.0  # between two lines of progress in a pipe
 # Seed of the query shown live: its answer is correct, as most are (see the model card).
 ANSWER_SEED = 7
 
@@ -180,7 +181,9 @@ async def run_demo(settings: Settings, agent_count: int) -> bool:
         None, reference_prompts, model_directory, agent_count + 1, ANSWER_SEED
     )
     with console.status("Starting") as status:
-        async with run_stack(settings, status.update) as stack:
+        # A status draws nothing into a pipe.
+        report = status.update if console.is_terminal else console.print
+        async with run_stack(settings, report) as stack:
             status.stop()
             console.print(
                 f"Everything runs, {time.monotonic() - began_at:.1f} s after the start: PostgreSQL,"
@@ -194,7 +197,7 @@ async def run_demo(settings: Settings, agent_count: int) -> bool:
                 balanced = await run_chapters(stack, await prompts)
             except* WeirError as errors:
                 fail(f"the demo failed: {errors.exceptions[0]}")
-            status.update("Stopping")
+            report("Stopping")
             status.start()
     console.print(f"Stopped and cleaned up after {time.monotonic() - began_at:.0f} s.")
     return balanced
@@ -217,7 +220,10 @@ async def run_chapters(stack: Stack, prompts: Sequence[Conversation]) -> bool:
     console.print(Rule("Quotas, before and after", align="left"))
     console.print(quota_table(before, after), crop=False)
     async with AsyncBillingClient(address=address, api_key=admin_key) as billing:
-        with console.status("Waiting for the billing worker"):
+        waiting = "Waiting for the billing worker"
+        if not console.is_terminal:
+            console.print(waiting)
+        with console.status(waiting):
             report = await rated_report(billing, month, len(run.results) + 1)
     console.print(Rule("The month's bill", align="left"))
     console.print(month_report(report), crop=False)
@@ -281,13 +287,17 @@ async def show_workload(client: AsyncClient, prompts: Sequence[Conversation]) ->
     )
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("tokens", total=total)
-        run = await run_agents(
-            client,
-            DEMO_MODEL_NAME,
-            prompts,
-            cancel_after,
-            lambda count: progress.advance(bar, count),
-        )
+        counted = progress.tasks[0]
+        next_line_s = PROGRESS_S
+
+        def count_tokens(count: int) -> None:
+            nonlocal next_line_s
+            progress.advance(bar, count)
+            if not console.is_terminal and (counted.elapsed or 0.0) >= next_line_s:
+                next_line_s += PROGRESS_S
+                console.print(f"{counted.completed:,.0f} of {total:,} tokens")
+
+        run = await run_agents(client, DEMO_MODEL_NAME, prompts, cancel_after, count_tokens)
         progress.update(bar, total=run.received_token_count, completed=run.received_token_count)
     return run
 

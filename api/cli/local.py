@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weir_cli.checkout import installed_version
 from weir_cli.render import fail, note, print_json, show, table
 from weir_cli.texts import printable
 
@@ -71,7 +72,9 @@ def print_status(home: Path, *, as_json: bool) -> bool:
         about = part.get("reason") or f"since {part['since'].replace('+00:00', 'Z')}"
         rows.append((name.replace("_", " ").replace("/", " "), part["state"], about))
     processes = [f"api server {endpoint.pid}", *([f"`weir up` {up}"] if up else [])]
-    show(table("part", "state", "about", title=f"Weir {found['version']} in {home}", rows=rows))
+    # The metadata of a checkout have no version: that of its commit is shown.
+    running = found["version"] if found["version"] != "0.0.0" else installed_version()
+    show(table("part", "state", "about", title=f"Weir {running} in {home}", rows=rows))
     note(f"processes: {', '.join(processes)}")
     for name, url in (("HTTP", endpoint.openai_url), ("console", endpoint.console_url)):
         if url:

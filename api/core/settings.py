@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from api.core.addresses import is_local
 from common.settings import (
     SettingInvalid,
     changed,
@@ -138,8 +139,14 @@ class ListenSettings:
     # that it listens on, or the name of the host if it listens on all addresses.
     advertised: str = setting("WEIR_ADVERTISE_ADDRESS", "", str)
     # Address of your documentation site, as built by `make docs`: errors link to its pages. Unset:
-    # they name the page's file in the repository.
+    # they link to the page's file in the checkout, if the server runs in one and listens on
+    # loopback; elsewhere they name the file's path in the repository.
     docs: str = setting("WEIR_DOCS_URL", "", docs_url)
+
+    @property
+    def is_local(self) -> bool:
+        """True if only this machine can reach the listeners of clients."""
+        return is_local(self.address) and (self.openai in ("", "off") or is_local(self.openai))
 
     def openai_address(self) -> tuple[str, int] | None:
         """Return host and port of the HTTP API; None if it is off.

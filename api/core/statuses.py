@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -141,18 +142,25 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
 CODES_BY_CLASS: Mapping[type, int] = {kind: code for code, kinds in KINDS.items() for kind in kinds}
 # Pages of the reasons, below the documentation site; without one, files of this repository.
 PAGES, FILES = "reference/errors/{}.html", "docs/reference/errors/{}.md"
-_docs_url = ""
+CHECKOUT = Path(__file__).resolve().parents[2]
+_page_url = FILES
 
 
-def link_to_docs(url: str) -> None:
-    """Set the address of the documentation site that all errors of this process link to."""
-    global _docs_url  # errors are converted in every part of a process
-    _docs_url = url.rstrip("/")
+def link_to_docs(url: str, *, local: bool = False) -> None:
+    """Set the documentation site that all errors of this process link to.
+
+    Without a site, a server that is `local` links to the files of its checkout, which its clients
+    on the same machine can open.
+    """
+    global _page_url  # errors are converted in every part of a process
+    _page_url = f"{url.rstrip('/')}/{PAGES}" if url else FILES
+    if not url and local and (CHECKOUT / FILES.format("INTERNAL")).is_file():
+        _page_url = f"{CHECKOUT.as_uri()}/{FILES}"
 
 
 def doc_url_of(reason: str) -> str:
-    """Return the address of a reason's page; a path in the repository if no site is set."""
-    return f"{_docs_url}/{PAGES}".format(reason) if _docs_url else FILES.format(reason)
+    """Return the address of a reason's page; a path in the repository if it has none."""
+    return _page_url.replace("{}", reason)
 
 
 def help_of(reason: str) -> error_details_pb2.Help:
@@ -342,7 +350,8 @@ def facts(source: object, *names: str) -> dict[str, str]:
 def quota_metadata(error: QuotaExceeded) -> dict[str, str]:
     """Describe the exceeded quota: limit, remaining amount, reset, and if a retry can succeed."""
     first = error.failing[0]
-    message = facts(first, "quota_id", "subject", "subject_id", "model", "used", "held") | {
+    message = facts(first, "quota_id", "subject_id", "model", "used", "held") | {
+        "subject": first.subject.spelling,
         "dimension": first.dimension.spelling,
         "limit": str(first.limit_value),
         "remaining": str(max(first.remaining, 0)),
@@ -399,7 +408,7 @@ def details_of(error: BaseException, room: int) -> list[Message]:
         failure = error_details_pb2.QuotaFailure()
         found = [
             {
-                "subject": f"{state.subject}:{state.subject_id}",
+                "subject": f"{state.subject.spelling}:{state.subject_id}",
                 "description": (
                     f"{state.dimension.spelling}: {max(state.remaining, 0)} of {state.limit_value}"
                     " left"

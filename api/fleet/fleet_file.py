@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import yaml
-from weir_yaml import Keys, NotYaml, StrictReader, Value, compose, similar_name
+from weir_cli.yaml_files import Keys, NotYaml, StrictReader, Value, compose, similar_name
 from yaml.constructor import SafeConstructor
 
 from api.core.settings import Settings

@@ -298,7 +298,7 @@ class RequestCounts:
         dimension = subject = ""
         if isinstance(error, QuotaExceeded):
             first = error.failing[0]
-            dimension, subject = first.dimension.spelling, first.subject
+            dimension, subject = first.dimension.spelling, first.subject.spelling
         self.refusals[model, reason, dimension, subject] += 1
 
     def _add_tokens(self, model: str, settled: Settled) -> None:

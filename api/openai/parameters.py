@@ -84,6 +84,16 @@ _PATH = re.compile(r"^(?P<what>.*) - at `(?P<path>[^`]*)`(?: in `(?P<outer>[^`]*
 _IN_FREE_KEYS = re.compile(r"at `(?:\$\.(?P<value>\w+)\[\.\.\.\]|key` in `\$\.(?P<key>\w+))`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
+_TYPES = re.compile(r"`((?:str|int|float|bool|array|object|null)(?: \| \w+)*)`")
+# Types of JSON, with their article, by msgspec's names.
+JSON_TYPES: Mapping[str, str] = {
+    "str": "a string",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "an array",
+    "object": "an object",
+}
 NULL = ", got `null`"  # end of a message of msgspec
 MODEL_REQUIRED = "is required: name a model that GET /v1/models lists"
 # The one accepted value, and the reason.
@@ -480,10 +490,27 @@ def _violation(message: str, key: str | None = None) -> InvalidRequest:
             return invalid_parameter(name, MODEL_REQUIRED if name == "model" else remedy)
     if param == "model" and what.endswith(NULL):
         return invalid_parameter(param, MODEL_REQUIRED)
-    what = what[:1].lower() + what[1:]
+    what = in_json_words(what)
     if param.partition(".")[0].partition("[")[0] in RANGES:
-        what = f"{range_of(param)}: {what}"
+        _, got, sent = what.partition(", got ")
+        what = f"{range_of(param)}{got}{sent}" if got else f"{range_of(param)}: {what}"
     return invalid_parameter(param, what)
+
+
+def in_json_words(what: str) -> str:
+    """Replace Python's types in a message of msgspec by those of JSON."""
+
+    def named(types: re.Match[str]) -> str:
+        names = types[1].split(" | ")
+        # null only says that a parameter may be left out.
+        names = [name for name in names if name != "null"] or names
+        return " or ".join(JSON_TYPES.get(name, name) for name in names)
+
+    allowed, got, sent = _TYPES.sub(named, what).partition(", got ")
+    sent = sent.replace(JSON_TYPES["float"], "a decimal number")
+    if allowed.startswith("Expected "):
+        allowed = f"must be {allowed.removeprefix('Expected ')}"
+    return f"{allowed[:1].lower()}{allowed[1:]}{got}{sent}"
 
 
 def fill_copied(start: pb.StartFrame, requested: Struct) -> None:

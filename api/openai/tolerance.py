@@ -528,7 +528,8 @@ def check_kept(value: object, name: str) -> None:
         raise invalid_parameter(name, "is not supported: leave it out")
     for index, edit in enumerate(edits or ()):
         if edit != KEPT_EDIT:
-            kind = str(edit.get("type"))[:64] if isinstance(edit, dict) else "this edit"
+            named = edit.get("type") if isinstance(edit, dict) else None
+            kind = named[:64] if isinstance(named, str) else "this edit"
             raise invalid_parameter(
                 name,
                 f"edits[{index}]: {kind} is not supported, since conversations are not shortened:"

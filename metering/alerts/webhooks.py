@@ -57,7 +57,7 @@ from metering.alerts.alerts import (
 )
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import DatabaseUnavailable, InvalidValue, NotFound
-from metering.core.models import Organization, QuotaDimension
+from metering.core.models import Organization, QuotaDimension, QuotaSubject
 from metering.core.money import to_decimal
 from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Kind, window_end
 from metering.quotas.quotas import counted, noun_of
@@ -422,7 +422,7 @@ def body_of(listed: ListedAlert) -> bytes:
             "text": text_of(listed),
             "quota": {
                 "id": str(quota.id),
-                "subject": quota.subject,
+                "subject": QuotaSubject(quota.subject).spelling,
                 "subject_id": str(quota.subject_id),
                 "subject_name": listed.subject_name,
                 "model": quota.model,

@@ -285,6 +285,11 @@ class QuotaSubject(StrEnum):
     END_USER = "end_user"
     LABEL = "label"
 
+    @property
+    def spelling(self) -> str:
+        """Name in the API, the CLI and documents, such as `api-key`."""
+        return self.value.replace("_", "-")
+
 
 class QuotaDimension(StrEnum):
     """Measure that a quota limits and its calendar window (UTC), joined by `_per_`."""

@@ -44,6 +44,10 @@ from metering.quotas.quotas import QuotaExceeded
 
 ROOT = Path(__file__).parents[2]
 CHARS_MAX = 300
+FILE, PAGE = (
+    f"{each}/PRICE_MISSING.{end}"
+    for each, end in (("docs/reference/errors", "md"), ("reference/errors", "html"))
+)
 UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-")
 REMEDY = re.compile(
     r"\b(?:Use|Send|Ask|Check|Set|Allow|Attach|Wait|Start|Shorten|Split|Add|Change|Create|Close|Post"
@@ -237,14 +241,16 @@ def test_no_error_advises_to_repeat_a_request_id_after_the_first_token(error: Ex
 
 
 @pytest.mark.parametrize(
-    ("site", "link"),
+    ("site", "local", "link"),
     [
-        ("", "docs/reference/errors/PRICE_MISSING.md"),
-        ("https://docs.acme.com/", "https://docs.acme.com/reference/errors/PRICE_MISSING.html"),
+        ("", False, FILE),
+        ("", True, (ROOT / FILE).as_uri()),
+        ("https://docs.acme.com/", False, f"https://docs.acme.com/{PAGE}"),
+        ("https://docs.acme.com/", True, f"https://docs.acme.com/{PAGE}"),
     ],
 )
-def test_an_error_links_to_the_page_of_its_reason(site: str, link: str) -> None:
-    link_to_docs(site)
+def test_an_error_links_to_the_page_of_its_reason(site: str, local: bool, link: str) -> None:
+    link_to_docs(site, local=local)
     try:
         status = status_of(PriceMissing("large", "EUR"))
     finally:
@@ -255,6 +261,21 @@ def test_an_error_links_to_the_page_of_its_reason(site: str, link: str) -> None:
     assert error_body(answer, "")["error"]["doc_url"] == link
     assert (error.doc_url, error.__notes__) == (link, [f"See {link}"])
     assert link not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("listeners", "local"),
+    [
+        ({}, True),
+        ({"WEIR_LISTEN": "unix:/run/weir", "WEIR_OPENAI_LISTEN": "off"}, True),
+        ({"WEIR_LISTEN": "0.0.0.0:8443"}, False),
+        ({"WEIR_OPENAI_LISTEN": "0.0.0.0:9443"}, False),
+    ],
+)
+def test_files_are_linked_only_where_no_other_machine_reaches_the_server(
+    listeners: dict[str, str], local: bool
+) -> None:
+    assert Settings.from_environment(listeners).listen.is_local is local
 
 
 def test_the_address_of_the_documentation_is_checked() -> None:

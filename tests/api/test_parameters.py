@@ -249,6 +249,43 @@ def test_the_table_has_every_parameter_of_the_package_and_of_the_gateway(api: st
     assert known | set(TAKES[api].__struct_fields__) == documented()[api].keys()
 
 
+PYTHON_TYPES = re.compile(r"\b(str|int|bool|dict|None|Expected)\b|`(array|object|float)`")
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_value_of_another_type_is_refused_in_the_words_of_json(api: str) -> None:
+    refused = []
+    for name in TAKES[api].__struct_fields__:
+        for shape in (*SHAPES, 1.5, None, [], {}, [None], [1.5], [{"x": 1}]):
+            try:
+                ask(api, BODIES[api] | {name: shape})
+            except InvalidRequest as error:
+                refused.append(str(error))
+
+    assert len(refused) > 50
+    assert [text for text in refused if PYTHON_TYPES.search(text)] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": "hi"}, "messages: must be an array, got a string"),
+        ({"messages": [5]}, "messages[0]: must be an object, got a whole number"),
+        ({"temperature": "x"}, "temperature: must be between 0 and 2, got a string"),
+        ({"seed": 2**70}, "seed: must be a whole number of 64 bits"),
+        ({"stop": {"a": 1}}, "stop: must be a string or an array, got an object"),
+        ({"stream": "yes"}, "stream: must be true or false, got a string"),
+        ({"n": 1.5}, "n: must be from 1 to 16, got a decimal number"),
+        ({"tools": [{"type": 1}]}, "tools[0].type: must be a string, got a whole number"),
+    ],
+)
+def test_a_wrong_type_is_named_as_in_json(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        ask("chat", BODIES["chat"] | body)
+
+    assert str(refused.value).startswith(message)
+
+
 @pytest.mark.parametrize("api", APIS)
 def test_the_documented_table_of_parameters_is_correct(api: str) -> None:
     reported = documented()[api]

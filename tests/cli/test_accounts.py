@@ -13,9 +13,10 @@ from weir.v1 import billing_service_pb2 as billing_pb
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import live_requests_pb2 as live_pb
 from weir.v1 import months_pb2, prices_pb2, types_pb2
+from weir_cli import months
 
 from tests.cli.conftest import Run, ScriptedWeir, rows
-from tests.cli.scripted_weir import QUOTA, REPORT
+from tests.cli.scripted_weir import LISTED, QUOTA, REPORT
 
 
 def test_a_keys_secret_is_alone_on_stdout_with_a_warning(weir: Run, server: ScriptedWeir) -> None:
@@ -242,7 +243,9 @@ def test_amount_payer_and_reason_are_one_call(weir: Run, server: ScriptedWeir) -
     assert json.loads(weir("price list --json").stdout)["prices"][1]["source"] == "organization"
 
 
-@pytest.mark.parametrize(("columns", "heads"), [("80", "from since (UTC)"), ("60", "output from")])
+@pytest.mark.parametrize(
+    ("columns", "heads"), [("80", "from since (UTC)"), ("60", "output embedding from")]
+)
 def test_a_price_list_keeps_prices_currency_and_source_on_a_narrow_terminal(
     weir: Run, monkeypatch: pytest.MonkeyPatch, columns: str, heads: str
 ) -> None:
@@ -252,6 +255,70 @@ def test_a_price_list_keeps_prices_currency_and_source_on_a_narrow_terminal(
 
     assert shown.startswith("prices per million tokens · USD\n")
     assert heads in " ".join(shown.splitlines()[2].split())
+
+
+def test_a_tier_that_inherits_its_price_leaves_room_for_the_time(
+    weir: Run, server: ScriptedWeir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    server.accounts.replies["ListPrices"] = prices_pb2.ListPricesResponse(
+        prices=[
+            prices_pb2.AppliedPrice(
+                model="demo-embedding",
+                tier=tier,
+                version=LISTED,
+                source=prices_pb2.AppliedPrice.SOURCE_LIST,
+            )
+            for tier in (pb.SERVICE_TIER_INTERACTIVE, pb.SERVICE_TIER_BATCH)
+        ]
+    )
+
+    shown = weir("price list").stdout
+
+    assert "from since (UTC)" in " ".join(shown.splitlines()[2].split())
+    assert "left out: as tier, version" in shown
+    assert "interactive" in weir("price list --wide").stdout.splitlines()[5].rpartition("list")[2]
+
+
+@pytest.mark.parametrize(
+    "command", ["price list --currency eur", "price list --org euro", "price list --org o-2"]
+)
+def test_a_list_without_prices_names_the_currency(
+    weir: Run, server: ScriptedWeir, command: str
+) -> None:
+    server.accounts.replies["ListPrices"] = prices_pb2.ListPricesResponse()
+    server.accounts.replies["ListOrganizations"] = admin_pb.ListOrganizationsResponse(
+        organizations=[
+            admin_pb.Organization(organization_id="o-1", name="acme", currency_code="USD"),
+            admin_pb.Organization(organization_id="o-2", name="euro", currency_code="EUR"),
+        ]
+    )
+
+    assert weir(command).stderr == (
+        "no price in EUR is in force: set one with `weir price set MODEL --currency EUR`\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["month show", "month show 2031-01"])
+def test_an_empty_month_says_so(weir: Run, server: ScriptedWeir, command: str) -> None:
+    reply = billing_pb.GetMonthReportResponse(organization_name="acme", month="2031-01")
+    reply.reconciliation.balanced = True
+    server.accounts.replies["GetMonthReport"] = reply
+
+    shown = weir(f"{command} --org acme")
+
+    assert "acme has no usage and no charges in 2031-01\n" in shown.stderr
+    month = next(each.month for each in server.accounts.requests if hasattr(each, "month"))
+    assert month == (command.partition("show ")[2] or f"{months.present_day():%Y-%m}")
+
+
+@pytest.mark.parametrize("amount", ["-5", "-0.50", "-.5"])
+@pytest.mark.parametrize("command", ["credit grant acme", "quota set tokens-per-day"])
+def test_a_negative_amount_is_not_an_unknown_option(weir: Run, command: str, amount: str) -> None:
+    result = weir(f"{command} {amount}")
+
+    assert result.exit_code == 2
+    assert "must be above 0: write it without the minus sign" in " ".join(result.stderr.split())
 
 
 def test_models_count_and_prices_are_listed(weir: Run) -> None:

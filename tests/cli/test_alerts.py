@@ -59,6 +59,29 @@ def test_alerts_are_listed_with_what_was_used_of_what(weir: Run, server: Scripte
     assert [each["threshold"] for each in document["alerts"]] == [80, 20 * 10**12]
 
 
+def test_thresholds_passed_at_once_are_one_row_with_its_time(
+    weir: Run, server: ScriptedWeir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    passed = [alerts_pb2.Alert() for _ in range(4)]
+    for at, (alert, threshold) in enumerate(zip(passed, (50, 100, 80, 50), strict=True)):
+        alert.CopyFrom(MONEY)
+        alert.alert_id, alert.threshold = f"b{at}", threshold
+        alert.fire_time.seconds = NOVEMBER.seconds + (0 if at < 3 else 90)
+    passed[3].quota_id = "q9"
+    reply = alerts_pb2.ListAlertsResponse(alerts=passed)
+    server.accounts.replies["ListAlerts"] = reply
+
+    shown = weir("alerts list")
+    listed = json.loads(weir("alerts list --json").stdout)["alerts"]
+
+    rows = [" ".join(line.split()) for line in shown.stdout.splitlines() if "wk_1234" in line]
+    assert [row.partition(" API key")[0] for row in rows] == ["2026-11-01", "2026-11-01 00:01"]
+    assert "100, 80, 50 %" in rows[0]
+    assert " 50 %" in rows[1]
+    assert [each["alert_id"] for each in listed] == ["b0", "b1", "b2", "b3"]
+
+
 @pytest.mark.usefixtures("wide_terminal")
 def test_alerts_on_payments_are_listed_with_the_invoice(weir: Run, server: ScriptedWeir) -> None:
     due = types_pb2.Money(currency_code="USD", units=12, picos=340_000_000_000)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -20,14 +19,13 @@ from weir_cli.connection import (
     resolve,
 )
 from weir_client import (
-    ErrorDetails,
-    ExceededQuota,
-    QuotaDimension,
-    QuotaExceeded,
-    QuotaSubject,
     Unavailable,
 )
+from weir_client.status import error_from_status
 
+from api.core.statuses import status_of
+from infra.error_examples import quota
+from metering.core.models import QuotaDimension
 from tests.cli.conftest import Run, ScriptedWeir
 
 FILE = {
@@ -215,28 +213,12 @@ def test_a_full_disk_is_one_line_and_no_traceback(server: ScriptedWeir, command:
     assert result.stderr == "error: the output cannot be written: No space left on device\n"
 
 
-@pytest.mark.parametrize(
-    ("wait_s", "reported"), [(32.0, "00:00:00 UTC"), (9 * 86_400.0, "2026-12-01 00:00:00 UTC")]
-)
-def test_a_limit_that_resets_another_day_is_shown_so(wait_s: float, reported: str) -> None:
-    reset = datetime(2026, 12, 1, tzinfo=UTC)
-    quota = ExceededQuota(
-        quota_id="",
-        subject=QuotaSubject.ORGANIZATION,
-        subject_id="",
-        model="",
-        dimension=QuotaDimension.TOKENS_PER_MONTH,
-        limit=50,
-        used=50,
-        held=0,
-        remaining=0,
-        requested=21,
-        reset_time=reset,
-        retry_helps=True,
-    )
-    error = QuotaExceeded("no", details=ErrorDetails(quota=quota, retry_after_s=wait_s))
+def test_a_refusal_by_a_limit_is_in_the_words_of_the_server() -> None:
+    refusal = status_of(quota(QuotaDimension.REQUESTS_PER_MINUTE, 2, 2, 1))
 
-    assert explain(error, "127.0.0.1:8443").endswith(f" (resets at {reported})")
+    assert explain(error_from_status(refusal), "127.0.0.1:8443").startswith(
+        "This API key may make 2 requests per minute and has made 2. Try again in "
+    )
 
 
 def test_a_missing_key_is_reported_with_the_remedy(bare_weir: Run) -> None:

@@ -6,13 +6,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-import weir_yaml
 import yaml
 from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weir.v1 import configuration_pb2
+from weir_cli import yaml_files
 from weir_cli.document import KEY, QUOTA, read_document, write_document
 from weir_cli.document_fields import Section
 
@@ -230,7 +230,7 @@ organizations:
 
 def test_a_file_that_grows_without_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few lines of nested aliases can expand beyond any memory."""
-    monkeypatch.setattr(weir_yaml, "NODES_MAX", 1000)
+    monkeypatch.setattr(yaml_files, "NODES_MAX", 1000)
     quotas = ", ".join(["{dimension: tokens-per-day, limit: 1}"] * 50)
     content = f"organizations:\n- &o {{name: a, quotas: [{quotas}]}}\n" + "- *o\n" * 50
 

@@ -220,16 +220,15 @@ def test_ctrl_c_cancels_shows_the_partial_usage_and_exits_130(
         (
             "poor",
             (
-                "error: quota exceeded: tokens-per-minute of the project: limit 1,000, left 40,"
-                " needed 125; try again in 32 s (resets at 10:31:00 UTC)"
+                "error: Your project may use 1,000 tokens per minute and has 40 left; this request"
+                " needs 125. Try again in 32 s."
             ),
         ),
         (
             "huge",
             (
-                "error: quota exceeded: tokens-per-minute of the project: limit 1,000, left 40,"
-                " needed 125; waiting does not help: reduce the request, or raise the limit (`weir"
-                " quota set`)"
+                "error: Your project may use 1,000 tokens per minute and has 40 left; this request"
+                " needs 125. Send a smaller request, or ask an administrator to raise the limit."
             ),
         ),
         ("busy", "; try again in 5 s"),
@@ -251,7 +250,7 @@ def test_an_answer_cut_off_by_a_quota_is_shown_and_is_no_success(weir: Run) -> N
     assert result.exit_code == 1
     assert result.stdout == ANSWER + "\n"
     assert (
-        "cut off: quota exhausted: tokens-per-minute of the project (limit 100,000, resets in 42 s)"
+        "cut off: quota exhausted: tokens per minute of the project (limit 100,000, resets in 42 s)"
         in result.stderr
     )
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import typer
 from typer.testing import CliRunner
-from weir_cli.__main__ import COMMANDS, app, early_last, load
+from weir_cli.__main__ import COMMANDS, Group, app, early_last, load
 from weir_cli.commands import CLIENT_COMMANDS, PERSONAS
 from weir_cli.connection import Connection
 
@@ -52,6 +52,27 @@ def test_every_command_of_the_tables_loads() -> None:
     for name in COMMANDS:
         assert load(name).name == name
     assert "rotate" in load("receipt").commands
+
+
+def groups_with_a_list() -> dict[str, Group]:
+    loaded = {name: load(name) for name in COMMANDS if " " not in name}
+    return {
+        name: command
+        for name, command in loaded.items()
+        if isinstance(command, Group) and command.lists_by_default
+    }
+
+
+def test_a_group_alone_runs_its_list() -> None:
+    groups = groups_with_a_list()
+
+    assert {"replicas", "org", "project", "key", "quota", "price", "alerts"} <= groups.keys()
+    for name, group in groups.items():
+        for written, run in (([], ["list"]), (["--json"], ["list", "--json"])):
+            context = group.make_context(name, list(written))
+            assert [*context._protected_args, *context.args] == run
+        context = group.make_context(name, ["list"])
+        assert f"{name} alone is {name} list." in group.get_help(context)
 
 
 def test_help_fits_one_screen_and_unknown_commands_are_refused(bare_weir: Run) -> None:
@@ -452,7 +473,7 @@ def test_the_wheel_of_the_client_holds_all_that_its_commands_import(tmp_path: Pa
 
     assert message.returncode == 0, message.stderr
     found = dict(ast.literal_eval(message.stdout))
-    assert set(found) == {"weir", "weir_cli", "weir_client", "weir_yaml"}
+    assert set(found) == {"weir", "weir_cli", "weir_client"}
     assert all(str(installed) in path for path in found.values())
 
 

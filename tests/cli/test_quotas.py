@@ -240,7 +240,7 @@ def test_a_quote_of_what_would_be_refused_says_so_and_exits_with_3(
     result = weir("quote hello")
 
     assert result.exit_code == 3
-    assert "would be refused by tokens-per-minute of the project" in result.stderr
+    assert "would be refused by tokens per minute of the project" in result.stderr
     assert advice in result.stderr
 
 

@@ -348,6 +348,12 @@ def test_changes_name_what_differs() -> None:
     assert changed('{"a": 1}', "") == "removed"
     assert changed("", "") == ""
     assert changed("odd", "odder") == "value: odd → odder"
+    limit = {"dimension": "cost_picos_per_month", "limit_value": 250 * 10**12}
+    assert changed("", json.dumps(limit)) == "dimension: cost-per-month, limit value: 250.00"
+    lower = json.dumps(limit | {"limit_value": 5 * 10**11})
+    assert changed(json.dumps(limit), lower) == "limit value: 250.00 → 0.50"
+    prices = json.dumps({"input_picos_per_token": 150_000, "commitment_picos": 10**12})
+    assert changed("", prices) == "input per million tokens: 0.15, commitment: 1.00"
     quota = {"dimension": "cost_picos_per_day", "models": [], "watch": True, "strict": False}
     quota |= {"input_weight_milli": 1000, "output_weight_milli": 250}
     text = "dimension: cost-per-day, watch: true, output weight milli: 250"

@@ -155,11 +155,29 @@ def test_weir_up_runs_in_the_background_until_weir_down(
     assert (status.returncode, document["status"]) == (0, "ready")
     for part in ("server", "database", "billing worker", f"engine {MODEL}"):
         assert part in status.stdout
+    assert "Weir 0.0.0" not in status.stdout
     assert {line.partition("|")[0].strip() for line in logs.splitlines()} == {"up", "postgres"}
     assert down.returncode == 0, down.stderr
     wait_for(lambda: not alive(document["pid"]), "the api server to end")
     assert not alive(document["supervisor_pid"])
     assert "no `weir up` is running" in weir("down").stderr
+
+
+def test_a_demo_says_in_a_pipe_what_it_does(environment: dict[str, str]) -> None:
+    bundled = {name: each for name, each in environment.items() if not name.startswith("WEIR_")}
+    done = subprocess.run(
+        command("demo", "--agents", "2"),
+        env=bundled,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    for phase in ("Starting PostgreSQL", "Loading the model", "Waiting for the billing worker"):
+        assert phase in lines
 
 
 def report_of(weir: Any, expected_requests: int) -> dict[str, Any]:

@@ -52,12 +52,12 @@ def test_refusals_by_pip_are_shown(tmp_path: Path) -> None:
     (venv / "lib").symlink_to(Path(sys.prefix) / "lib")
 
     with pytest.raises(SystemExit, match="Invalid requirement"):
-        install(venv, "--dry-run", "not a requirement")
+        install(venv, "tools", "--dry-run", "not a requirement")
 
 
 PIP_LINES = [
-    ("", "looking for packages: 0 found"),
-    ("Collecting torch==2.13.0 (from weir-server==0.1.0)", "looking for packages: 1 found"),
+    ("", "looking for packages"),
+    ("Collecting torch==2.13.0 (from weir-server==0.1.0)", "looking for packages, 1 found"),
     (
         "Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (188.9 MB)",
         "downloading torch-2.13.0; 0 MB so far",
@@ -68,24 +68,24 @@ PIP_LINES = [
         "Using cached numpy-2.4.1-cp311-cp311-manylinux_2_27_x86_64.whl (18 MB)",
         "downloading numpy-2.4.1; 189 MB so far",
     ),
-    ("Collecting sympy>=1.13.3 (from torch)", "looking for packages: 2 found"),
+    ("Collecting sympy>=1.13.3 (from torch)", "looking for packages, 2 found"),
     (
         "Processing ./wheels/sympy-1.14.0-py3-none-any.whl",
         "downloading sympy-1.14.0; 189 MB so far",
     ),
-    ("Installing collected packages: torch, numpy, sympy", "unpacking: 0 of 3 packages"),
+    ("Installing collected packages: torch, numpy, sympy", "unpacking 0 of 3 packages"),
 ]
 
 
 def test_progress_follows_the_lines_of_pip(tmp_path: Path) -> None:
-    progress = Progress(tmp_path)
+    progress = Progress(tmp_path, "part 3 of 3")
 
     for line, shown in PIP_LINES:
         progress.read(line)
-        assert str(progress) == shown
+        assert str(progress) == f"part 3 of 3: {shown}"
 
     (tmp_path / "lib/python3.11/site-packages/numpy-2.4.1.dist-info").mkdir(parents=True)
-    assert str(progress) == "unpacking: 1 of 3 packages"
+    assert str(progress) == "part 3 of 3: unpacking 1 of 3 packages"
     assert (progress.installed_count, progress.downloaded_bytes) == (3, 188_900_000)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
@@ -258,9 +259,14 @@ def quota_status(
         description="tokens per minute: 40 of 1000 left",
     )
     failure = error_details_pb2.QuotaFailure(violations=[violation])
+    if not retry_helps:
+        end = "Send a smaller request, or ask an administrator to raise the limit."
+    else:
+        end = "" if retry_after_s is None else f"Try again in {math.ceil(retry_after_s)} s."
     return status(
         "RESOURCE_EXHAUSTED",
-        "the project's tokens per minute are used up",
+        f"Your project may use 1,000 tokens per minute and has 40 left; this request needs 125."
+        f" {end}",
         "QUOTA_EXCEEDED",
         failure,
         metadata=metadata,

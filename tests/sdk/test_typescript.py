@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from weir_client import generated_values
 
+from api.core.errors import FieldViolation, InvalidRequest
+from api.core.statuses import status_of
 from infra import typescript_sdk
 from metering.core.models import QuotaDimension
 from metering.core.money import MINOR_DIGITS, exact_text
@@ -50,6 +52,79 @@ def evaluated(script: str) -> list[str]:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+def test_errors_use_the_names_of_the_options(built: Path) -> None:
+    """The server names the fields of the contract; Python's client has the same rule."""
+    violations = [
+        FieldViolation("sampling.temperature", "must be between 0 and 2, got 5"),
+        FieldViolation("max_output_tokens", "must be at least min_output_tokens, of my_model"),
+        FieldViolation("labels['user_id']", "must not be empty"),
+        FieldViolation("conversation.messages[0].tool_calls", "must be a list"),
+    ]
+    statuses = [status_of(InvalidRequest([each])).SerializeToString() for each in violations]
+    script = f"""
+        import {{ fromBinary }} from "@bufbuild/protobuf";
+        import {{ StatusSchema }} from "{built / "src" / "gen/google/rpc/status_pb.js"}";
+        import {{ errorFromStatus }} from "{built / "src" / "status.js"}";
+        for (const bytes of {json.dumps([list(each) for each in statuses])}) {{
+          const error = errorFromStatus(fromBinary(StatusSchema, new Uint8Array(bytes)));
+          console.log(`${{error.fieldViolations[0].field}} | ${{error.plainMessage}}`);
+        }}
+    """
+
+    assert evaluated(script) == [
+        "temperature | temperature: must be between 0 and 2, got 5",
+        "maxOutputTokens | maxOutputTokens: must be at least minOutputTokens, of my_model",
+        "labels['user_id'] | labels['user_id']: must not be empty",
+        "prompt[0].toolCalls | prompt[0].tool_calls: must be a list",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("table", "option", "hint"),
+    [
+        ("GENERATE", "max_tokens", "did you mean maxOutputTokens?"),
+        ("GENERATE", "temprature", "did you mean temperature?"),
+        ("GENERATE", "top_p", "did you mean topP?"),
+        ("GENERATE", "response_format", "use jsonSchema"),
+        ("GENERATE", "qqq", ""),
+        ("EMBED", "truncation", "did you mean truncate?"),
+        ("LIMITS", "qqq", "there are maxOutputTokens, maxCost"),
+    ],
+)
+def test_an_unknown_option_has_a_short_hint(
+    built: Path, table: str, option: str, hint: str
+) -> None:
+    script = f"""
+        import * as checks from "{built / "src" / "checks.js"}";
+        try {{ checks.checkOptions({{ "{option}": 1 }}, checks.{table}); }}
+        catch (error) {{ console.log(error.message); }}
+    """
+
+    [message] = evaluated(script)
+
+    assert message == f"{option}: no such option" + (f"; {hint}" if hint else "")
+
+
+def test_a_timeout_and_a_closed_client_are_named_as_in_python(built: Path) -> None:
+    script = f"""
+        import {{ WeirClient }} from "{built / "src" / "index.js"}";
+        import {{ Attempt }} from "{built / "src" / "attempt.js"}";
+        const client = new WeirClient({{ address: "127.0.0.1:1", apiKey: "wk_x" }});
+        client.close();
+        await client.listModels().catch((error) => console.log(error.plainMessage));
+        const attempt = new Attempt("id", "demo");
+        console.log(attempt.deadlineError().plainMessage);
+        attempt.expireIn(1, 200);
+        console.log(attempt.deadlineError().plainMessage);
+    """
+
+    assert evaluated(script) == [
+        "the client is closed: make a new one, or close it after its last use",
+        "the request did not end within its deadline and was cancelled",
+        "the request did not end within 200 ms (timeoutMs) and was cancelled",
+    ]
 
 
 def test_everything_that_a_client_returns_becomes_json(built: Path) -> None:

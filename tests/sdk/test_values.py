@@ -132,10 +132,9 @@ def test_two_currencies_do_not_mix(sign: str) -> None:
     assert names["a"] != names["b"]
 
 
-@pytest.mark.parametrize("spelling", ["api_key", "api-key"])
-def test_a_limit_has_one_spelling_and_names_itself(spelling: str) -> None:
+def test_a_limit_has_one_spelling_and_names_itself() -> None:
     metadata = {
-        "subject": spelling,
+        "subject": "api-key",
         "dimension": "requests-per-minute",
         "limit": "3",
     }

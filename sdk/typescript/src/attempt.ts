@@ -157,6 +157,7 @@ export class Attempt {
   private readonly received: Received;
   private carrier: Carrier | undefined;
   private readonly limitChanges = new LimitChanges();
+  private timeoutMs: number | undefined;
   private lost = ""; // message about output that is no longer available
   private lostCause: WeirError | undefined;
   private readonly timers: NodeJS.Timeout[] = [];
@@ -191,8 +192,9 @@ export class Attempt {
     return this.received.seq;
   }
 
-  /** Ends the request after this time at the latest. */
-  expireIn(milliseconds: number): void {
+  /** Ends the request after this time at the latest. `timeoutMs`: the caller's, for the error. */
+  expireIn(milliseconds: number, timeoutMs?: number): void {
+    this.timeoutMs = timeoutMs;
     if (this.outcome !== undefined) return;
     const expire = (): void => {
       this.expired = true;
@@ -459,7 +461,9 @@ export class Attempt {
   }
 
   private deadlineError(): DeadlineExceeded {
-    const text = "the request was not done in the time given and was cancelled";
+    const { timeoutMs } = this;
+    const given = timeoutMs === undefined ? "its deadline" : `${timeoutMs} ms (timeoutMs)`;
+    const text = `the request did not end within ${given} and was cancelled`;
     return new DeadlineExceeded(text, { requestId: this.requestId, partial: this.partial() });
   }
 

@@ -12,6 +12,23 @@ import type {
   OwnUsageOptions,
 } from "./options.js";
 
+const LISTED_MAX = 20; // known options that an error lists
+// Options of OpenAI's clients, without underscores, and what to do instead.
+const HINTS: Readonly<Record<string, string>> = {
+  system: 'begin the prompt with { role: "system", content: ... }',
+  messages: "give the messages as prompt",
+  input: "give the question or the messages as prompt",
+  responseformat: "use jsonSchema",
+  n: "use choiceCount",
+  numbeams: "use beamWidth",
+  logprobs: "use topLogprobs",
+  stream: "generate() streams, and complete() returns the whole answer",
+  user: "use labels, which are stored with the usage",
+  metadata: "use labels, which are stored with the usage",
+  paralleltoolcalls: "use singleToolCall: true for at most one call",
+  servicetier: "use tier",
+};
+
 /** Test of a value, and the description of valid values. */
 type Check = readonly [fits: (value: unknown) => boolean, what: string];
 
@@ -168,6 +185,11 @@ export const EMBED: Readonly<Record<keyof EmbedOptions, Check>> = {
   maxRetries: WHOLE,
 };
 
+/** Tells if a call of this client has an option of this name. */
+export function isOption(name: string): boolean {
+  return [GENERATE, ATTACH, USAGE, LIMITS, COUNT, EMBED].some((known) => name in known);
+}
+
 /** Returns an `InvalidRequest` that names one field. */
 export function invalid(field: string, description: string): InvalidRequest {
   const details = {
@@ -195,11 +217,39 @@ export function checkOptions(options: object, known: Readonly<Record<string, Che
   }
 }
 
-/** Throws InvalidRequest for an unknown option, with the known ones. */
+/** Throws InvalidRequest for an unknown option, with its remedy or the nearest known one. */
 export function checkKnown(options: object, known: readonly string[]): void {
   for (const name of Object.keys(options)) {
-    if (!known.includes(name)) throw invalid(name, `no such option; there are ${known.join(", ")}`);
+    if (known.includes(name)) continue;
+    const listed = known.length <= LISTED_MAX ? `there are ${known.join(", ")}` : "";
+    const hint = (known.includes("prompt") && HINTS[plain(name)]) || nearest(name, known) || listed;
+    throw invalid(name, `no such option${hint && "; "}${hint}`);
   }
+}
+
+/** Asks for the known name with the most pairs of letters in common, if they are half of all. */
+function nearest(name: string, known: readonly string[]): string {
+  const pairs = (word: string): string[] =>
+    [...plain(word)].slice(1).map((letter, index) => plain(word)[index] + letter);
+  const own = pairs(name);
+  let [best, most] = ["", 0.5];
+  for (const other of known) {
+    const left = pairs(other);
+    const total = own.length + left.length;
+    const common = own.filter((pair) => {
+      const index = left.indexOf(pair);
+      if (index >= 0) left.splice(index, 1);
+      return index >= 0;
+    });
+    const share = (2 * common.length) / total;
+    if (share >= most) [best, most] = [other, share];
+  }
+  return best && `did you mean ${best}?`;
+}
+
+/** Returns a name without the differences between `maxTokens`, `max_tokens` and `maxtokens`. */
+function plain(name: string): string {
+  return name.toLowerCase().replaceAll("_", "");
 }
 
 function isObject(value: unknown): value is object {

@@ -22,7 +22,14 @@ import {
   type ServiceError,
 } from "@grpc/grpc-js";
 import { checkKnown, checkOptions, GENERATE, invalid } from "./checks.js";
-import { Cancelled, QuotaExceeded, Unauthenticated, Unavailable, WeirError } from "./errors.js";
+import {
+  Cancelled,
+  CLOSED,
+  QuotaExceeded,
+  Unauthenticated,
+  Unavailable,
+  WeirError,
+} from "./errors.js";
 import {
   type GenerateRequest,
   GenerateRequestSchema,
@@ -287,7 +294,7 @@ export class Connection {
       } catch (error) {
         if (signal?.aborted && error instanceof Cancelled) throw signal.reason;
         if (this.closing.signal.aborted)
-          throw new Cancelled("the client is closed", { cause: error });
+          throw new Cancelled(CLOSED, { cause: error });
         const waitMs =
           isIdempotent && error instanceof WeirError
             ? retry.waitMs(error, attempt)
@@ -346,7 +353,7 @@ export class Connection {
         return;
       }
       if (this.closing.signal.aborted) {
-        reject(new Cancelled("the client is closed"));
+        reject(new Cancelled(CLOSED));
         return;
       }
       const options: CallOptions = { deadline: Date.now() + remainingMs };

@@ -63,6 +63,9 @@ export interface ErrorDetails {
   readonly docUrl: string;
 }
 
+/** Text of the error of a call after `close()`. */
+export const CLOSED = "the client is closed: make a new one, or close it after its last use";
+
 export const NO_DETAILS: ErrorDetails = {
   reason: "",
   metadata: {},

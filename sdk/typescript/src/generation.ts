@@ -315,7 +315,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
       if (attach && resumption) resumption.begin();
       else stream.start(attempt, frame);
       if (this.deadline !== undefined)
-        attempt.expireIn(Math.max(0, this.deadline - performance.now()));
+        attempt.expireIn(Math.max(0, this.deadline - performance.now()), this.terms.timeoutMs);
       if (terms.signal) this.detachAtEnd();
     } catch (error) {
       if (!(error instanceof WeirError)) throw error;

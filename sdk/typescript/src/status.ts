@@ -20,11 +20,31 @@ import {
 import { type Status, StatusSchema } from "./gen/google/rpc/status_pb.js";
 import type { Partial } from "./values.js";
 import { jsonable } from "./money.js";
+import { isOption } from "./checks.js";
 import { dimensionNamed, durationMs } from "./wire.js";
 
 const NOT_TLS = /wrong version number/; // OpenSSL's error for a plaintext response
 const NOT_REACHED = /No connection established|Name resolution failed|ECONNREFUSED|ENOTFOUND/;
 const STATUS_DETAILS_KEY = "grpc-status-details-bin";
+
+// Patterns of the contract's names in the server's texts, and the names of the options.
+const NAMES: readonly (readonly [RegExp, string])[] = [
+  [/\b(start|sampling|response_format)\.(?=\w)/g, ""],
+  [/\bconversation\.messages/g, "prompt"],
+  [/\bconversation\.(?=\w)/g, ""],
+  [/\btoken_ids\.ids/g, "token_ids"],
+  [/\bbeam_search(\.width)?(?!\.)/g, "beam_width"],
+  [/\bbeam_search\./g, ""],
+  [/\bstop_sequences/g, "stop"],
+  [/\binitial_credit_tokens/g, "prefetch_tokens"],
+  [/\bparameters_json_schema\b/g, "parameters"],
+  [/\btool_choice\.\w+/g, "tool_choice"],
+  [/\bmax_cost\.\w+/g, "max_cost"],
+  [/\bkeep_on_disconnect\b/g, "keep_on_disconnect_ms"],
+  [/\bListModels\b/g, "listModels()"],
+];
+
+const SNAKE_CASE = /\b[a-z]+(?:_[a-z0-9]+)+\b/g;
 
 type ErrorClass = new (message: string, options?: errors.ErrorOptions) => errors.WeirError;
 
@@ -56,7 +76,7 @@ export function errorFromStatus(
   const details = decodeDetails(status);
   return typedError(
     grpcStatus[status.code] ?? "UNKNOWN",
-    status.message,
+    inOptions(status.message),
     details,
     requestId,
     partial,
@@ -108,6 +128,25 @@ export function copyError(error: errors.WeirError, requestId: string): errors.We
   return new kind(error.plainMessage, { code, reason, details, requestId, cause });
 }
 
+/** Replaces the contract's names in a text by those of the options. Other words stay. */
+function inOptions(text: string): string {
+  const named = NAMES.reduce((said, [pattern, name]) => said.replace(pattern, name), text);
+  return named.replace(SNAKE_CASE, (word) => (isOption(camelCase(word)) ? camelCase(word) : word));
+}
+
+/** Returns the path of a field in the options. Keys in quotes stay. */
+function fieldInOptions(field: string): string {
+  const quoted = /('[^']*'|"[^"]*")/;
+  return inOptions(field)
+    .split(quoted)
+    .map((part) => (quoted.test(part) ? part : part.replace(SNAKE_CASE, camelCase)))
+    .join("");
+}
+
+function camelCase(word: string): string {
+  return word.replace(/_(.)/g, (_, letter: string) => letter.toUpperCase());
+}
+
 function typedError(
   code: string,
   message: string,
@@ -137,8 +176,8 @@ function decodeDetails(status: Status): errors.ErrorDetails {
     const bad = anyUnpack(detail, BadRequestSchema);
     if (bad) {
       const fieldViolations = bad.fieldViolations.map(({ field, description }) => ({
-        field,
-        description,
+        field: fieldInOptions(field),
+        description: inOptions(description),
       }));
       Object.assign(found, { fieldViolations });
     }

@@ -12,6 +12,7 @@ import type { GenerateCall } from "./connection.js";
 import {
   Aborted,
   Cancelled,
+  CLOSED,
   Internal,
   ResourceExhausted,
   Unavailable,
@@ -228,14 +229,14 @@ export class SharedStream {
 
   /** Throws Cancelled if new requests are refused. */
   checkOpen(requestId: string): void {
-    if (this.closed.aborted) throw new Cancelled("the client is closed", { requestId });
+    if (this.closed.aborted) throw new Cancelled(CLOSED, { requestId });
   }
 
   /**
    * Continues a request, even while the client closes, to deliver its cancel. Throws a WeirError.
    */
   resume(attempt: Attempt, frame: ClientFrame): void {
-    if (this.ended) throw new Cancelled("the client is closed", { requestId: attempt.requestId });
+    if (this.ended) throw new Cancelled(CLOSED, { requestId: attempt.requestId });
     if (this.current === undefined || !this.current.accepting) {
       const opened = new StreamConnection(this.openCall(), this.tried);
       this.current = opened;

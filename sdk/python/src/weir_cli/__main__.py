@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 try:
     import typer
     from typer.core import TyperCommand, TyperGroup
+    from typer.exceptions import TyperException
 except ModuleNotFoundError:
     sys.exit(
         "error: the command line needs the extra `cli` of the client: pip install"
@@ -77,12 +79,23 @@ class Group(TyperGroup):
         """Move the options of a command that are written before its name behind it."""
         if not self.invoke_without_command:
             args = early_last(args, self.params)
+        is_completing = ctx.resilient_parsing
+        if self.lists_by_default and not is_completing and all(each in EARLY for each in args):
+            args = ["list", *args]
         return super().parse_args(ctx, args)
+
+    @property
+    def lists_by_default(self) -> bool:
+        """True if the group has a `list` that needs nothing: it runs without a command's name."""
+        listing = self.commands.get("list")
+        return listing is not None and not any(each.required for each in listing.params)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for command in self.commands.values():
             command.short_help = (command.help or "").partition("\n\n")[0]
         super().format_commands(ctx, formatter)
+        if self.lists_by_default:
+            formatter.write(f"\n{ctx.command_path} alone is {ctx.command_path} list.\n")
 
 
 def early_last(args: list[str], options: list[Any]) -> list[str]:
@@ -167,6 +180,10 @@ class LazyGroup(Group):
         except typer.BadParameter as error:
             message = error.message.removeprefix("Value error, ")
             error.message = message.replace("Input should be", "must be", 1)
+            raise
+        except TyperException as error:
+            if re.match(r"No such option: -[\d.]", getattr(error, "message", "")):
+                error.message = "an amount must be above 0: write it without the minus sign"
             raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

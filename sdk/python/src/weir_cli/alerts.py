@@ -7,13 +7,20 @@ from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from weir_client import AlertDeliveryState
+from weir_client import AlertDeliveryState, QuotaDimension
 
 from weir_cli.commands import ExitCode
 from weir_cli.connection import OnlyOrganizationOption, Output, admin_client, billing_client, calls
 from weir_cli.render import JsonOption, Table, note, print_found, print_json, table
 from weir_cli.tenants import show_secret
-from weir_cli.texts import Cell, dimension_amount, minute_text, money_text, thresholds_text
+from weir_cli.texts import (
+    Cell,
+    dimension_amount,
+    minute_text,
+    money_text,
+    subject_text,
+    thresholds_text,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -164,17 +171,35 @@ def remove_webhook(
 
 
 def alerts_table(found: list[Alert]) -> RenderableType:
-    """Build a table of alerts, with the usage when each was raised."""
+    """Build a table of alerts, with the usage when each was raised.
+
+    One row has all thresholds that were passed together, the highest first, and the id of that one.
+    """
     rows = (
-        (minute_text(each.fire_time), *about(each), delivery_text(each), each.alert_id)
-        for each in found
+        (minute_text(each[0].fire_time), *about(*each), deliveries_text(each), each[0].alert_id)
+        for each in jumps(found)
     )
-    drop = "id", "model", "window", "webhook", "found (UTC)"
+    drop = "id", "model", "window", "webhook", "limit", "used"
     return table(*ALERT_COLUMNS, right=("used", "limit"), rows=rows, drop=drop)
 
 
-def about(alert: Alert) -> tuple[Cell, ...]:
-    """Format the cells of an alert that follow its time, from owner and dimension to window."""
+def jumps(found: list[Alert]) -> list[list[Alert]]:
+    """Join the alerts of one limit that were raised at once, the furthest threshold first."""
+    together: dict[object, list[Alert]] = {}
+    for each in found:
+        key = (each.quota_id, each.fire_time, each.used_value) if each.quota_id else each.alert_id
+        together.setdefault(key, []).append(each)
+    for alerts in together.values():
+        is_of_credit = alerts[0].dimension is QuotaDimension.PREPAID_CREDIT
+        alerts.sort(key=lambda alert: alert.threshold, reverse=not is_of_credit)
+    return list(together.values())
+
+
+def about(alert: Alert, *passed: Alert) -> tuple[Cell, ...]:
+    """Format the cells of an alert that follow its time, from owner and dimension to window.
+
+    `passed` are the alerts with the thresholds that were passed together with its own.
+    """
     if alert.invoice is not None:
         paid, due = money_text(alert.invoice.amount_paid), money_text(alert.invoice.amount_due)
         what = "invoice", "—", alert.kind.replace("_", " ")
@@ -185,10 +210,10 @@ def about(alert: Alert) -> tuple[Cell, ...]:
     if not alert.quota_id:
         return alert.organization_name, "—", "—", "test", "—", "—", "—"
     return (
-        f"{alert.subject.value.replace('-', ' ')} {alert.subject_name}",
+        f"{subject_text(alert.subject)} {alert.subject_name}",
         alert.dimension.value,
         alert.model or "all",
-        thresholds_text(alert.dimension, (alert.threshold,)),
+        thresholds_text(alert.dimension, [each.threshold for each in (alert, *passed)]),
         dimension_amount(alert.dimension, alert.used_value, alert.currency_code),
         dimension_amount(alert.dimension, alert.limit_value, alert.currency_code),
         window_text(alert),
@@ -203,6 +228,10 @@ def window_text(alert: Alert) -> str:
     return alert.window_start_time.strftime(
         formats.get(alert.dimension.rpartition("-")[2], "%Y-%m-%d")
     )
+
+
+def deliveries_text(alerts: list[Alert]) -> str:
+    return "; ".join(dict.fromkeys(map(delivery_text, alerts)))
 
 
 def delivery_text(alert: Alert) -> str:

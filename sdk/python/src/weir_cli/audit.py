@@ -8,11 +8,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from weir_client import QuotaDimension
+from weir_client import Money, QuotaDimension
 
 from weir_cli.connection import Output, admin_client, calls
 from weir_cli.render import Table
-from weir_cli.texts import parse_time, time_text
+from weir_cli.texts import decimal_text, parse_time, per_million, time_text
 
 if TYPE_CHECKING:
     from weir_client import AdminClient, AuditEntry
@@ -115,11 +115,16 @@ def changed(before_json: str, after_json: str) -> str:
         and after[name] not in ("", None, False, [], {})
         and after[name] != ORDINARY.get(name)
     ]
+    dimension = str((before | after).get("dimension"))
     if not before:
-        return ", ".join(f"{_label(name)}: {_word(after[name])}" for name in shown)
-    differing = [name for name in after if before.get(name) != after[name]]
+        return ", ".join(
+            f"{_label(name)}: {_shown(name, after[name], dimension)}" for name in shown
+        )
     return ", ".join(
-        f"{_label(name)}: {_word(before.get(name))} → {_word(after[name])}" for name in differing
+        f"{_label(name)}: {_shown(name, before.get(name), dimension)} →"
+        f" {_shown(name, after[name], dimension)}"
+        for name in after
+        if before.get(name) != after[name]
     )
 
 
@@ -132,7 +137,20 @@ def _object(text: str) -> dict[str, object]:
 
 
 def _label(name: str) -> str:
-    return name.replace("_", " ")
+    return (
+        name.replace("_picos_per_token", " per million tokens")
+        .replace("_picos", "")
+        .replace("_", " ")
+    )
+
+
+def _shown(name: str, value: object, dimension: str) -> str:
+    """Write the value of a field, amounts in picos as money."""
+    is_limit = name.endswith("limit_value") and "_picos" in dimension
+    if not isinstance(value, int) or not (is_limit or "_picos" in name):
+        return _word(value)
+    amount = per_million(value) if name.endswith("_per_token") else Money("", value).amount
+    return decimal_text(amount)
 
 
 def _word(value: object) -> str:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
     from weir_client import AdminClient, AppliedConfiguration, ConfigurationChange
-    from weir_yaml import FileError
 
     from weir_cli.document import Document
+    from weir_cli.yaml_files import FileError
 
 SIGNS = {
     ChangeAction.CREATE: ("+", "green"),

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -27,7 +26,6 @@ from weir_client import (
     DeadlineExceeded,
     IncompleteGeneration,
     InvalidRequest,
-    QuotaExceeded,
     Unauthenticated,
     Unavailable,
     WeirError,
@@ -35,7 +33,7 @@ from weir_client import (
 
 from weir_cli.commands import ExitCode
 from weir_cli.render import JsonOption, Table, fail, note, print_found
-from weir_cli.texts import checked_month, dimension_amount, duration_text
+from weir_cli.texts import checked_month, duration_text
 
 if TYPE_CHECKING:
     from weir_client import (
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
     )
 
 CONNECTION_FILE = "connection.json"
-CLOCK_ONLY_S = 6 * 3600.0  # shorter waits are shown without their date
 
 # Fields of the API whose flag differs from their name with dashes.
 _FLAGS = {
@@ -151,6 +148,15 @@ MonthArgument = Annotated[
         callback=lambda month: month and checked_month(month),
     ),
 ]
+PresentMonthArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Month in UTC, such as 2026-11. Default: the current one until today.",
+        metavar="MONTH",
+        callback=lambda month: month and checked_month(month),
+        show_default=False,
+    ),
+]
 
 
 def explain(error: WeirError, address: str) -> str:
@@ -161,8 +167,6 @@ def explain(error: WeirError, address: str) -> str:
             return f"no secure connection to {address}: {advice}"
         case Unavailable() if not error.details.reason:
             return _no_server(address, error.message)
-        case QuotaExceeded():
-            return _quota(error)
         case InvalidRequest() if error.field_violations:
             return "; ".join(
                 f"{flag_of(each.field)}: {each.description}" for each in error.field_violations
@@ -216,51 +220,6 @@ def flag_of(field: str) -> str:
     if name in _FLAGS:
         return _FLAGS[name]
     return "--" + name.replace("_", "-") if name in _FIELDS_WITH_FLAGS else field
-
-
-def _quota(error: QuotaExceeded) -> str:
-    quota = error.quota
-    if quota is None:
-        return f"{error.message}{_when(error)}"
-    subject = (
-        f" of the {quota.subject.replace('_', ' ').replace('-', ' ')} {quota.subject_name}".rstrip()
-        if quota.subject
-        else ""
-    )
-    model = f" for {quota.model}" if quota.model else ""
-    numbers = (("limit", quota.limit), ("left", quota.remaining), ("needed", quota.requested))
-    facts = [
-        f"{name} {dimension_amount(quota.dimension, value)}"
-        for name, value in numbers
-        if value is not None
-    ]
-    summary = ", ".join(facts) or error.message
-    return f"quota exceeded: {quota.dimension.value}{subject}{model}: {summary}{_when(error)}"
-
-
-def _when(error: QuotaExceeded) -> str:
-    if not error.retry_helps:
-        return "; waiting does not help: reduce the request, or raise the limit (`weir quota set`)"
-    if error.retry_after_s is not None:
-        reset = (
-            f" (resets at {_moment(error.reset_time, error.retry_after_s)} UTC)"
-            if error.reset_time
-            else ""
-        )
-        return f"; try again in {duration_text(error.retry_after_s)}{reset}"
-    if error.reset_time is not None:
-        wait_s = max(0.0, (error.reset_time - datetime.now(UTC)).total_seconds())
-        return f"; try again in {duration_text(wait_s)}"
-    return "; try again when running requests have ended"
-
-
-def _moment(time: datetime, wait_s: float) -> str:
-    """Format a time of day, with its date unless it is only hours away."""
-    return (
-        f"{time.astimezone(UTC):%H:%M:%S}"
-        if wait_s < CLOCK_ONLY_S
-        else f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S}"
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from typing import Any
 
 import yaml
 from weir_client import BillingProfile
-from weir_yaml import FileError, NotYaml, StrictReader, compose, joined
 
 from weir_cli.document_fields import (
     Json,
@@ -39,6 +38,7 @@ from weir_cli.document_fields import (
 )
 from weir_cli.terms import TERMS
 from weir_cli.texts import percents_text
+from weir_cli.yaml_files import FileError, NotYaml, StrictReader, compose, joined
 
 VERSION = "1"
 QUOTA = Section(

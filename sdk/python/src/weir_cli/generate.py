@@ -354,10 +354,7 @@ def quote_text(found: Quote) -> str:
 
 def why_refused(found: Quote) -> str:
     """Describe the limits that would refuse the request, and the remedy."""
-    limits = ", ".join(
-        f"{each.dimension.value} of the {each.subject.value.replace('-', ' ')}"
-        for each in found.failing_quotas
-    )
+    limits = ", ".join(str(each) for each in found.failing_quotas)
     if found.retry_helps and found.retry_after_s is not None:
         return f"would be refused by {limits}; try again in {duration_text(found.retry_after_s)}"
     return (
@@ -624,7 +621,7 @@ def why_cut_off(result: Result) -> str:
     if result.finish_reason is not FinishReason.QUOTA_EXHAUSTED:
         return f"the answer was cut off: {result.finish_reason.value}"
     quotas = ", ".join(
-        f"{each.dimension.value} of the {each.subject.value} (limit"
+        f"{each} (limit"
         f" {dimension_amount(each.dimension, each.limit_value)}"
         + (
             f", resets in {duration_text(each.reset_delay_s)})"

@@ -37,6 +37,7 @@ from weir_cli.connection import (
     MonthArgument,
     OrganizationOption,
     Output,
+    PresentMonthArgument,
     admin_client,
     billing_client,
     calls,
@@ -402,7 +403,7 @@ Format = Literal["table", "csv", "json", "focus", "pdf"]  # output format of a r
 @calls(billing_client, options=USAGE)
 def show_month(
     client: BillingClient,
-    month: MonthArgument,
+    month: PresentMonthArgument = "",
     organization: OrganizationOption = None,
     form: Annotated[
         Format,
@@ -431,7 +432,7 @@ def show_month(
     It checks the ledger against usage, and exits with 1 if they differ. Documents of a closed
     month never change.
     """
-    form = "json" if as_json else form
+    form, month = "json" if as_json else form, month or f"{present_day():%Y-%m}"
     if pdf is not None:
         form, output = "pdf", pdf
     if form == "pdf" and output is None and sys.stdout.isatty():
@@ -607,6 +608,9 @@ def write_month(client: BillingClient, report: MonthReport, output: Path | None)
     """Print the report as tables, with the month's invoice or, for an open month, its draft."""
     from weir_cli.tables import draft_table, month_report
 
+    is_empty = not (report.lines or report.charges or report.unrated_event_count)
+    if is_empty and output is None:
+        note(f"{report.organization_name} has no usage and no charges in {report.month}")
     parts = [month_report(report)]
     if report.invoice_number:
         parts.append(invoice_table(client.get_invoice(report.invoice_number)))

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         AppliedPrice,
         CreditBalance,
         CreditGrant,
+        Organization,
         Plan,
         PlanAssignment,
         PriceVersion,
@@ -123,14 +124,18 @@ PRICES: Table[AppliedPrice] = Table(
         **{HEADS[kind]: partial(applied_rate, kind) for kind in KINDS},
         "currency": lambda each: each.version.currency_code,
         "from": price_source,
+        "as tier": lambda each: each.version.tier,
         "since (UTC)": lambda each: minute_text(each.version.effective_time),
         "version": lambda each: str(each.version.version),
     },
     right=(*HEADS.values(), "version"),
     empty="no price is in force: set one with `weir price set`",
-    optional={"reasoning": lambda each: prices_reasoning(each.version)},
+    optional={
+        "reasoning": lambda each: prices_reasoning(each.version),
+        "as tier": lambda each: each.version.tier != each.tier,
+    },
     title=TITLE,
-    drop=("version", "since (UTC)", "from"),
+    drop=("version", "as tier", "since (UTC)", "from"),
     unit="currency",
 )
 VERSIONS: Table[PriceVersion] = Table(
@@ -430,7 +435,19 @@ def list_prices(
     )
     if history and found.versions:
         return found, VERSIONS.drawn(found.versions)
-    return found, PRICES.of(found.prices)
+    if organization and not currency and not found.prices:
+        owners = (each for each in client.list_organizations() if organization in names_of(each))
+        currency = next((each.currency_code for each in owners), "")
+    if found.prices or not currency:
+        return found, PRICES.of(found.prices)
+    code = currency.upper()
+    return found, (
+        f"no price in {code} is in force: set one with `weir price set MODEL --currency {code}`"
+    )
+
+
+def names_of(organization: Organization) -> tuple[str, str]:
+    return organization.name, organization.organization_id
 
 
 def _utc(time: datetime | None) -> datetime | None:

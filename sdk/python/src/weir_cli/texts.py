@@ -11,7 +11,7 @@ from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
-from weir_client import Money, QuotaDimension
+from weir_client import Money, QuotaDimension, QuotaSubject
 from weir_client.money import minor_digits
 
 if TYPE_CHECKING:
@@ -363,10 +363,9 @@ def prices_reasoning(version: PriceVersion) -> bool:
 
 
 def price_source(applied: AppliedPrice) -> str:
-    """Name the owner of a price, and its tier if that is another one."""
-    version = applied.version
-    owner = version.organization_name if applied.source == "organization" else "list"
-    return owner if version.tier == applied.tier else f"{owner} ({version.tier})"
+    """Name the owner of a price."""
+    is_own = applied.source == "organization"
+    return applied.version.organization_name if is_own else "list"
 
 
 def allowances_text(plan: Plan) -> str | None:
@@ -439,7 +438,12 @@ def quota_owner(quota: QuotaStatus) -> str:
     if quota.for_each:
         scope = f"each {each_text(quota.for_each)} of "
     within = f" of {quota.within_name}" if quota.within_name else ""
-    return f"{scope}{quota.subject.value.replace('-', ' ')} {quota.subject_name}{within}".rstrip()
+    return f"{scope}{subject_text(quota.subject)} {quota.subject_name}{within}".rstrip()
+
+
+def subject_text(subject: QuotaSubject) -> str:
+    """Format the kind of object that a limit is for, such as `API key`."""
+    return subject.value.replace("api-key", "API key").replace("-", " ")
 
 
 def quota_remarks(quota: QuotaStatus) -> str:

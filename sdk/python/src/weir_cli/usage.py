@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from weir_client import UsageGrouping
 
-from weir_cli.connection import Output, calls, inference_client
+from weir_cli.connection import Output, PresentMonthArgument, calls, inference_client
 from weir_cli.months import (
     UNORDERED,
     WHOSE,
@@ -21,7 +21,7 @@ from weir_cli.months import (
     present_day,
 )
 from weir_cli.render import Table
-from weir_cli.texts import Cell, checked_month, decimal_text, money_places
+from weir_cli.texts import Cell, decimal_text, money_places
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -40,15 +40,7 @@ DROP = ("failed", "limited", "cancelled", "cached", "thinking", "requests")  # t
 @calls(inference_client, options=WHOSE)
 def usage(
     client: Client,
-    month: Annotated[
-        str,
-        typer.Argument(
-            help="Month in UTC, as YYYY-MM. Default: the current one until today.",
-            metavar="MONTH",
-            callback=lambda month: month and checked_month(month),
-            show_default=False,
-        ),
-    ] = "",
+    month: PresentMonthArgument = "",
     first: Annotated[
         datetime | None,
         typer.Option(

@@ -207,7 +207,7 @@ def _exceeded_quota(
 ) -> errors.ExceededQuota:
     return errors.ExceededQuota(
         quota_id=metadata.get("quota_id", ""),
-        subject=_member(QuotaSubject, metadata.get("subject", "").replace("_", "-")),
+        subject=_member(QuotaSubject, metadata.get("subject", "")),
         subject_id=metadata.get("subject_id", ""),
         model=metadata.get("model", ""),
         dimension=_member(QuotaDimension, metadata.get("dimension", "")),
