@@ -237,6 +237,7 @@ class Server:
             signer=self.signer,
             used=self.notices.used,
             measured=self.observer.batches.measured,
+            end_users_max=database.end_users_max,
         )
 
     def _bind(self, tls: Tls | None, identity: Identity) -> None:

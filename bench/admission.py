@@ -1,7 +1,7 @@
 """Admissions and settlements per second with exact quotas, against a transaction per request.
 
     .venv/bin/python -m bench.admission [--seconds 1.2] [--directory /dev/shm | --database-url URL]
-    [--profile]
+    [--profile] [--end-users 100000]
 
 One process drives one `HoldStore`, as an api process does. A pair is one admission and its
 settlement. Each tenant has five quotas: concurrent requests, requests and tokens per minute, tokens
@@ -15,6 +15,9 @@ request, at most 64, as more would only wait.
 All commit durably, so the disk's flush time counts: `--directory` selects another disk for the
 server, for example one in memory. CPU times are per pair: of this process without the load
 generator's own (measured first, with a store that answers at once), and of the server.
+
+With `--end-users` it compares one tenant's requests with those of the same tenant that name one of
+1000 end users in turn, of so many that have a limit from a selector.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import pstats
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -162,18 +166,26 @@ class Result:
         )
 
 
-def new_admit(payer: Payer) -> Admit:
+def new_admit(payer: Payer, end_user: str = "") -> Admit:
     """Build a typical admission."""
     return Admit(
-        new_hold_id(), payer, uuid.uuid4(), bytes(32), MODEL, INPUT_TOKENS, OUTPUT_TOKENS, 1
+        new_hold_id(),
+        payer,
+        uuid.uuid4(),
+        bytes(32),
+        MODEL,
+        INPUT_TOKENS,
+        OUTPUT_TOKENS,
+        1,
+        end_user=end_user,
     )
 
 
-def store_pair(store: Store) -> Pair:
-    """Make a pair that admits and settles with a store."""
+def store_pair(store: Store, end_users: Iterator[str] | None = None) -> Pair:
+    """Make a pair that admits and settles with a store, for these end users in turn."""
 
     async def pair(payer: Payer) -> tuple[float, float]:
-        op = new_admit(payer)
+        op = new_admit(payer, "" if end_users is None else next(end_users))
         begin = time.perf_counter()
         await store.admit(op)
         admitted = time.perf_counter()
@@ -236,15 +248,20 @@ class Cases:
             store_pair(AnsweringStore()), tenants, CONNECTION_COUNT_MAX, self._seconds / 3, []
         )
 
-    async def group_commit(self, tenants: list[Payer], concurrency: int) -> Result:
+    async def group_commit(
+        self, tenants: list[Payer], concurrency: int, end_users: Sequence[str] = ()
+    ) -> Result:
         """Measure a `HoldStore` in this process."""
         store = AwaitedStore(self._url, uuid.uuid4(), signer=self._signer)
+        pair = store_pair(store, itertools.cycle(end_users) if end_users else None)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(store.run())
-            await self._warm_up(store_pair(store), tenants, concurrency)
-            result = await measure(
-                store_pair(store), tenants, concurrency, self._seconds, self._database()
-            )
+            await self._warm_up(pair, tenants, concurrency)
+            if end_users:  # until each is known
+                await measure(
+                    pair, tenants, concurrency, 0.0, [], pair_count_min=2 * len(end_users)
+                )
+            result = await measure(pair, tenants, concurrency, self._seconds, self._database())
             running.cancel()
         return result
 
@@ -305,6 +322,55 @@ def print_table(runner: asyncio.Runner, cases: Cases, many: list[Payer]) -> None
             print(f"{case}{'store':<8}{grouped.row(generator_us)}   {ratio:.1f}x plain", flush=True)
 
 
+# Every end user of the tenant with the limit that its selector gives.
+END_USERS = """
+WITH selector AS (
+    INSERT INTO quotas (subject, subject_id, for_each, dimension, limit_value)
+    VALUES ('organization', %(organization)s, 'end_user', 'cost_picos_per_month', 1000000000000000)
+    RETURNING id, subject_id, dimension, limit_value
+), members AS (
+    INSERT INTO usage_subjects (organization_id, kind, name)
+    SELECT %(organization)s, 'end_user', 'user-' || number FROM generate_series(1, %(count)s) number
+    RETURNING id
+)
+SELECT selector.id, members.id FROM selector, members
+"""
+MEMBER_QUOTAS = """
+INSERT INTO quotas (subject, subject_id, within_id, selector_id, dimension, limit_value)
+SELECT 'end_user', u.id, s.subject_id, s.id, s.dimension, s.limit_value
+FROM quotas s
+JOIN usage_subjects u ON u.organization_id = s.subject_id
+WHERE s.subject_id = %(organization)s AND s.for_each = 'end_user'
+"""
+ACTIVE_COUNT = 1000
+
+
+def print_end_users(
+    runner: asyncio.Runner, cases: Cases, url: str, tenants: list[Payer], count: int
+) -> None:
+    """Print the pairs per second of a tenant without end users, and of one with many, in turn."""
+    values = {"organization": tenants[1].organization_id, "count": count}
+    with psycopg.connect(psycopg_conninfo(url), autocommit=True) as connection:
+        connection.execute(END_USERS, values)
+        connection.execute(MEMBER_QUOTAS, values)
+        connection.execute("ANALYZE")
+    step = max(count // ACTIVE_COUNT, 1)
+    active = [f"user-{number}" for number in range(1, count + 1, step)][:ACTIVE_COUNT]
+    for concurrency in (64, 1000):
+        without: list[float] = []
+        with_end_users: list[float] = []
+        for _ in range(3):
+            without.append(runner.run(cases.group_commit(tenants[:1], concurrency)).pairs_per_s)
+            grouped = runner.run(cases.group_commit(tenants[1:2], concurrency, active))
+            with_end_users.append(grouped.pairs_per_s)
+        least, most = max(without), max(with_end_users)
+        print(
+            f"{concurrency:>4} at once: {least:>7,.0f} pairs/s without end users, {most:>7,.0f}"
+            f" with {len(active)} of {count:,}: {most / least:.0%}",
+            flush=True,
+        )
+
+
 def main() -> None:
     """Measure every case and print the table."""
     parser = argparse.ArgumentParser(
@@ -331,6 +397,9 @@ def main() -> None:
         action="store_true",
         help="profile 64 concurrent clients with many tenants instead",
     )
+    parser.add_argument(
+        "--end-users", type=int, metavar="COUNT", help="compare with requests of end users instead"
+    )
     options = parser.parse_args()
     with (
         database(options.database_url, options.directory) as url,
@@ -344,6 +413,8 @@ def main() -> None:
             with cProfile.Profile() as profile:
                 runner.run(cases.group_commit(many, 64))
             pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+        elif options.end_users:
+            print_end_users(runner, cases, url, many, options.end_users)
         else:
             print_table(runner, cases, many)
 

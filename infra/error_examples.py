@@ -147,6 +147,7 @@ def examples() -> tuple[Exception, ...]:
             " requests on one stream."
         ),
         *quota_examples(),
+        metering_errors.EndUsersExhausted("end users", 1_000_000),
         errors.NotAdmittedYet(
             "Your request is not admitted yet. Change its limits after the `admitted` frame."
         ),

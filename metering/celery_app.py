@@ -50,6 +50,7 @@ PREPAID_EVERY_S = 5.0
 SCHEDULE = {
     "rate_pending": RATE_EVERY_S,
     "delete_past_counters": DELETE_COUNTERS_EVERY_S,
+    "archive_idle_usage_subjects": DELETE_COUNTERS_EVERY_S,
     "keep_partitions": KEEP_PARTITIONS_EVERY_S,
     "refresh_prepaid": PREPAID_EVERY_S,
     "fire_alerts": ALERTS_EVERY_S,

@@ -25,6 +25,7 @@ from metering.quotas import quota_admin
 from metering.receipts.signing import load_signer
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.store.refusals import AWAY, is_conflict, repeated
+from metering.tenants.usage_subjects import archive_all_idle
 
 log = logging.getLogger(__name__)
 alerts = Retries("alert_look", passing=(DatabaseUnavailable,))
@@ -65,6 +66,12 @@ def sweep() -> None:
 def delete_past_counters() -> None:
     """Delete quota counters of past windows."""
     run(quota_admin.delete_all_past_counters)
+
+
+@task("weir.archive_idle_usage_subjects")
+def archive_idle_usage_subjects() -> None:
+    """Archive the end users and label values that no request has used for long."""
+    run(archive_all_idle)
 
 
 @task("weir.keep_partitions")

@@ -98,6 +98,7 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
         errors.TooManyReports,
         errors.TooManyCalls,
         errors.TooManyStreams,
+        metering_errors.EndUsersExhausted,
         QuotaExceeded,
     ),
     code_pb2.FAILED_PRECONDITION: (

@@ -352,7 +352,7 @@ WITH windows AS (
            l.limit_value,
            CASE WHEN q.dimension = '{CREDIT}' THEN 0
                 ELSE l.limit_value::float8 * q.alert_at[1] * {NEARLY} END AS used_min
-    FROM quotas q
+    FROM quota_terms q
     JOIN windows w
         ON w.dimension = q.dimension
        AND (w.ends_at > now() OR w.ends_at > q.changed_at)
@@ -363,6 +363,7 @@ WITH windows AS (
     WHERE q.alert_at <> '{{}}'
       AND q.deleted_at IS NULL
       AND NOT q.for_new_keys
+      AND q.for_each = ''
       AND l.limit_value > 0
 ), near AS MATERIALIZED (
     SELECT l.*, c.used

@@ -743,7 +743,9 @@ def limits_of(subject_ids: Collection[uuid.UUID]) -> Select[Quota]:
 
 
 def key_of(quota: Quota) -> QuotaKey:
-    return QuotaKey(QuotaDimension(quota.dimension), quota.model, quota.for_new_keys)
+    return QuotaKey(
+        QuotaDimension(quota.dimension), quota.model, quota.for_new_keys, quota.for_each
+    )
 
 
 async def apply_configuration(

@@ -101,6 +101,19 @@ class AlreadyExists(MeteringError):
         self.ref = ref
 
 
+class EndUsersExhausted(MeteringError):
+    """The organization has as many end users, or values of limited labels, as the server allows."""
+
+    reason = "END_USERS_EXHAUSTED"
+
+    def __init__(self, what: str, count_max: int) -> None:
+        super().__init__(
+            f"Your organization has {count_max:,} {what} in use, which is the maximum, and this one"
+            " is new. Send a name that is in use, or ask the operator to raise WEIR_END_USERS_MAX."
+        )
+        self.count_max = count_max
+
+
 class InvalidValue(MeteringError):
     """An invalid value of `field`. remedy: the end of the message, which says what is allowed."""
 

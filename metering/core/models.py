@@ -348,13 +348,17 @@ class Quota(Base):
 class QuotaKey:
     """Columns that identify a limit among those of its subject. `model` is empty for all models.
 
-    `for_each` is `end_user` or `label:KEY` for a selector, otherwise empty.
+    `for_each` is `end_user` or `label:KEY` for a selector, otherwise empty. With `end_user` or with
+    `label`, which is `KEY=VALUE`, the limit is one of this end user or label value within the
+    subject.
     """
 
     dimension: QuotaDimension
     model: str = ""
     for_new_keys: bool = False
     for_each: str = ""
+    end_user: str = ""
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)

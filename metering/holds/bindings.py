@@ -33,6 +33,7 @@ class Bind:
     labels: dict[str, str]
     input_token_count: int
     leased_token_count: int
+    end_user: str = ""
 
 
 class BindingLog:
@@ -116,6 +117,7 @@ def encode_binding(bind: Bind) -> bytes:
             "labels": bind.labels,
             "input_token_count": bind.input_token_count,
             "leased_token_count": bind.leased_token_count,
+            "end_user": bind.end_user,
         }
     ).encode()
     return b"%08x %s\n" % (zlib.crc32(body), body)
@@ -148,4 +150,5 @@ def decode_bindings(data: bytes) -> Iterator[Bind]:
             labels=fields["labels"],
             input_token_count=fields["input_token_count"],
             leased_token_count=fields["leased_token_count"],
+            end_user=fields.get("end_user", ""),  # older versions write none
         )

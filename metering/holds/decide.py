@@ -16,6 +16,7 @@ import msgspec
 from msgspec import structs
 
 from metering.core.errors import (
+    EndUsersExhausted,
     HoldEnded,
     InvariantViolated,
     KeyInvalid,
@@ -61,6 +62,7 @@ from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt
 from metering.receipts.encoding import owners_in
 from metering.store.pipeline import packed_id
 
+END_USERS_MAX = 1_000_000  # per organization, unless set otherwise
 LATEST = datetime.max.replace(tzinfo=UTC)
 # Members of an enum are looked up by a descriptor, which takes 0.1 µs each time.
 HELD, SETTLED, VOIDED, EXPIRED = HoldState
@@ -73,6 +75,7 @@ REPORTED = (
     "reasoning_token_count",
 )
 TermsKey = tuple[int, str, str, ServiceTier, bool]  # key, currency, model, tier, embedding
+MemberKey = tuple[str, ...]  # end user, and the value of each limited label; empty: not given
 
 
 @dataclass(slots=True, eq=False)
@@ -110,13 +113,71 @@ class HoldTerms:
 class AdmissionTerms:
     """Terms on which a key is admitted for a model, tier and kind of request.
 
-    They apply until the time `until`; None means without end.
+    They apply until the time `until`; None means without end. Requests with an end user or with one
+    of the labels `label_keys`, which have limits, have terms of their own in `members`; `selectors`
+    give those their limits. `limited` has `end_user` and `label:KEY` where there are limits.
     """
 
     payer: Payer
     common: HoldTerms
     rules: tuple[QuotaRule, ...]
     until: datetime | None
+    selectors: tuple[QuotaRule, ...] = ()
+    label_keys: tuple[str, ...] = ()
+    limited: frozenset[str] = frozenset()
+    members: dict[MemberKey, AdmissionTerms] = field(default_factory=dict)
+    # Rows that the first admission on these terms creates or changes; None if they are committed.
+    creation: Creation | None = None
+
+    def equals(self, other: AdmissionTerms) -> bool:
+        """Return True if the other terms are the same, apart from their members."""
+        return (
+            self.payer == other.payer
+            and self.common.prices == other.common.prices
+            and self.rules == other.rules
+            and self.until == other.until
+            and self.selectors == other.selectors
+            and self.label_keys == other.label_keys
+            and self.limited == other.limited
+        )
+
+    def member_key(self, op: Admit) -> MemberKey | None:
+        """Return the key of the request's terms in `members`; None if these ones apply."""
+        labels = op.labels
+        key = (op.end_user, *(labels.get(each, "") for each in self.label_keys))
+        return key if any(key) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """End user or label value of a request. `is_new`: it has no row; `is_idle`: to be marked used.
+
+    `is_archived` ones count as new in the bound of the organization.
+    """
+
+    organization_id: uuid.UUID
+    kind: str
+    label_key: str
+    name: str
+    id: uuid.UUID
+    is_new: bool = False
+    is_archived: bool = False
+    is_idle: bool = False
+
+    @property
+    def shown(self) -> str:
+        """Name in messages."""
+        return f"{self.label_key}={self.name}" if self.label_key else self.name
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Creation:
+    """Rows of usage subjects that are new, archived or idle, and new limits from selectors."""
+
+    base: AdmissionTerms
+    key: MemberKey
+    members: tuple[Member, ...]
+    rules: tuple[QuotaRule, ...]
 
 
 class Hold(msgspec.Struct, eq=False):
@@ -245,6 +306,11 @@ class BatchReads(msgspec.Struct, eq=False):
     same_requests: dict[tuple[int, int], SameRequest] = msgspec.field(default_factory=dict)
     live_keys: set[int] = msgspec.field(default_factory=set)
     terms: Mapping[TermsKey, AdmissionTerms] = msgspec.field(default_factory=dict)
+    members: list[AdmissionTerms] = msgspec.field(default_factory=list)  # of this batch
+    creations: dict[HoldTerms, Creation] = msgspec.field(default_factory=dict)
+    # How many more usage subjects of a kind an organization may have, and the maximum.
+    room: dict[tuple[int, str], int] = msgspec.field(default_factory=dict)
+    end_users_max: int = 0
 
 
 # Live holds of this process as of the database's last answers, by integer id. Holds without a
@@ -264,13 +330,15 @@ def store_holds(own: OwnHolds, holds: Iterable[Hold]) -> None:
 class HoldOwner:
     """Process that owns holds, which expire `expiry_s` after its last renewal.
 
-    `signer` signs the receipts of its settlements; with None they are unsigned.
+    `signer` signs the receipts of its settlements; with None they are unsigned. An organization may
+    have `end_users_max` end users that are not archived, and as many values of limited labels.
     """
 
     process_id: uuid.UUID
     expiry_s: float
     signer: BatchSigner | None
     own: OwnHolds
+    end_users_max: int = END_USERS_MAX
 
 
 # Hold, usage, part number, settlement, and whether it was recovered.
@@ -298,6 +366,7 @@ class Decisions(msgspec.Struct, eq=False):
     counters: Counters
     writes: BatchWrites = msgspec.field(default_factory=BatchWrites)
     added: dict[int, list[Settled]] = msgspec.field(default_factory=dict)  # usage by hold id
+    created: set[int] = msgspec.field(default_factory=set)  # usage subjects that take up room
 
     def decide(self, op: HoldOperation) -> HoldAnswer:
         """Decide one operation and return its answer. A refusal raises and changes nothing."""
@@ -327,8 +396,11 @@ class Decisions(msgspec.Struct, eq=False):
             terms = reads.terms.get(
                 (payer.api_key_id.int, payer.currency_code, op.model, op.tier, op.embedding)
             )
-            if terms is None and payer.api_key_id.int not in reads.live_keys:
-                raise KeyInvalid()
+            if terms is None:
+                if payer.api_key_id.int not in reads.live_keys:
+                    raise KeyInvalid()
+            elif (op.end_user or op.labels) and (key := terms.member_key(op)) is not None:
+                terms = terms.members[key]
         request_key = (payer.project_id.int, op.request_id.int)
         if (same := reads.same_requests.get(request_key)) is not None:
             raise same_request_error(op, *same)
@@ -343,6 +415,8 @@ class Decisions(msgspec.Struct, eq=False):
             op.input_token_count,
             op.first_slice_token_count,
         )
+        creation = terms.creation
+        new = () if creation is None else self.new_members(creation)
         if op.only_asks:
             counters = counters.copy_for(rules)
         counts = quotas.admit_whole(counters, rules, common.money, sent, lease)
@@ -354,11 +428,36 @@ class Decisions(msgspec.Struct, eq=False):
             counts = counters.counts(rules)
         if op.only_asks:
             return Fits()
+        for each in new:
+            self.created.add(each.id.int)
+            reads.room[each.organization_id.int, each.kind] -= 1
         self.writes.holds.append(
             (op, Hold(op.hold_id, op.request_id, common, rules, sent, 0, lease, 0, 0, (), now, now))
         )
         reads.same_requests[request_key] = op.payload_hash, None
-        return Admitted(op.hold_id, lease, common.prices, QuotaStates(rules, counts, now), now)
+        return Admitted(
+            op.hold_id,
+            lease,
+            common.prices,
+            QuotaStates(rules, counts, now),
+            now,
+            terms.limited,
+        )
+
+    def new_members(self, creation: Creation) -> list[Member]:
+        """Return the usage subjects that take up room. Raises: EndUsersExhausted."""
+        new = [
+            each
+            for each in creation.members
+            if (each.is_new or each.is_archived) and each.id.int not in self.created
+        ]
+        for each in new:
+            if self.reads.room[each.organization_id.int, each.kind] < 1:
+                what = f"values of limited labels such as {each.label_key}"
+                raise EndUsersExhausted(
+                    what if each.label_key else "end users", self.reads.end_users_max
+                )
+        return new
 
     def extend(self, op: Extend) -> Extended:
         """Extend a lease, or raise a refusal and leave it unchanged."""

@@ -126,11 +126,15 @@ def terms_of(cache: HoldCache, op: Admit) -> AdmissionTerms | None:
     terms = cache.terms.get(
         (op.payer.api_key_id.int, op.payer.currency_code, op.model, op.tier, op.embedding)
     )
-    if terms is None or terms.payer is op.payer:
-        return terms
-    if terms.payer != op.payer:
+    if terms is None:
         return None
-    terms.payer = op.payer  # equal; the next comparison is by identity
+    if terms.payer is not op.payer:
+        if terms.payer != op.payer:
+            return None
+        terms.payer = op.payer  # equal; the next comparison is by identity
+    if (op.end_user or op.labels) and (key := terms.member_key(op)) is not None:
+        member = terms.members.get(key)
+        return None if member is None or member.creation is not None else member
     return terms
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from metering.holds.decide import AdmissionTerms, HoldTerms, TermsKey
+from metering.holds.decide import AdmissionTerms, HoldTerms, MemberKey, TermsKey
 from metering.holds.lease_clock import boot_time_s
 from metering.pricing.prices import TokenPrices
 from metering.quotas.quota_rules import CounterKey, QuotaRule
@@ -32,6 +32,7 @@ SELECT now(), pg_current_snapshot()::text, ARRAY(
 """
 
 AGE_MAX = timedelta(hours=1)  # far less than rows of `rule_changes` are kept
+MEMBER_COUNT_MAX = 16_384  # terms of end users and label values, about 30 MB
 COUNT_MAX = 65_536  # entries of each kind, about 30 MB; beyond it the cache starts empty
 
 
@@ -56,6 +57,9 @@ class HoldCache:
     _changes_read_at_s: float = -math.inf
     _terms_of: dict[int, set[TermsKey]] = field(default_factory=dict)  # by subject, like the next
     _rules_of: dict[int, set[int]] = field(default_factory=dict)
+    # By usage subject: terms and the keys of their members.
+    _members_of: dict[int, set[tuple[AdmissionTerms, MemberKey]]] = field(default_factory=dict)
+    _member_count: int = 0
 
     def now(self) -> datetime | None:
         """Estimate the database's time; None if the cache is older than `AGE_MAX`."""
@@ -88,11 +92,14 @@ class HoldCache:
     def add_rules(self, rules: Iterable[QuotaRule]) -> None:
         """Add rules. They must have been read after `apply_changes`."""
         if len(self.rules) > COUNT_MAX:
-            self._forget_all()
+            self.rules.clear()
+            self._rules_of.clear()
         self.charged.clear()
         for rule in rules:
             self.rules[rule.number] = rule
-            self._rules_of.setdefault(rule.subject_id.int, set()).add(rule.number)
+            for subject_id in (rule.subject_id, rule.within_id):
+                if subject_id is not None:
+                    self._rules_of.setdefault(subject_id.int, set()).add(rule.number)
 
     def add_terms(self, key: TermsKey, terms: AdmissionTerms) -> None:
         """Add terms of admission. They must have been read after `apply_changes`."""
@@ -101,6 +108,19 @@ class HoldCache:
         self.terms[key] = terms
         for subject_id in terms.payer.subject_ids:
             self._terms_of.setdefault(subject_id.int, set()).add(key)
+
+    def add_member(self, base: AdmissionTerms, key: MemberKey, terms: AdmissionTerms) -> None:
+        """Add terms of requests with an end user or label; they end with those of the key."""
+        if self._member_count > MEMBER_COUNT_MAX:
+            for each in self.terms.values():
+                each.members.clear()
+            self._members_of.clear()
+            self._member_count = 0
+        base.members[key] = terms
+        self._member_count += 1
+        subjects = {rule.subject_id.int for rule in terms.rules if rule.within_id is not None}
+        for number in subjects | {terms.common.end_user}:
+            self._members_of.setdefault(number, set()).add((base, key))
 
     def store_counters(self, counters: Mapping[CounterKey, Counter]) -> None:
         """Store the values of counters that were just committed."""
@@ -145,6 +165,8 @@ class HoldCache:
             for subject_id in terms.payer.subject_ids if terms else ():
                 if (keys := self._terms_of.get(subject_id.int)) is not None:
                     keys.discard(key)
+        for base, member_key in self._members_of.pop(subject, ()):
+            base.members.pop(member_key, None)
         for number in self._rules_of.pop(subject, ()):
             self.rules.pop(number, None)
         self.charged.clear()
@@ -152,6 +174,8 @@ class HoldCache:
     def _forget_all(self) -> None:
         for each in (self.terms, self.rules, self.charged, self._terms_of, self._rules_of):
             each.clear()
+        self._members_of.clear()
+        self._member_count = 0
 
 
 _caches: weakref.WeakKeyDictionary[Connection, HoldCache] = weakref.WeakKeyDictionary()

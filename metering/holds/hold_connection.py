@@ -23,7 +23,7 @@ import structlog
 from common.backoff import Backoff
 from metering.core.errors import DatabaseUnavailable, InvariantViolated, WriteConflict
 from metering.holds.bindings import Bind
-from metering.holds.decide import HoldOwner, OwnHolds
+from metering.holds.decide import END_USERS_MAX, HoldOwner, OwnHolds
 from metering.holds.fast_path import (
     FastBatch,
     attach_rules,
@@ -109,14 +109,18 @@ class HoldConnection:
         gate: StoreGate | None = None,
         signer: BatchSigner | None = None,
         own: OwnHolds | None = None,
+        end_users_max: int = END_USERS_MAX,
     ) -> None:
         """Store the parameters; the first batch connects.
 
         `gate` is shared by all connections of this process to the same database. `signer` signs
         receipts; with None they are unsigned. `own` is shared by all connections of the same owner.
+        An organization may have `end_users_max` end users.
         """
         self._conninfo = psycopg_conninfo(database_url)
-        self._owner = HoldOwner(process_id, expiry_s, signer, {} if own is None else own)
+        self._owner = HoldOwner(
+            process_id, expiry_s, signer, {} if own is None else own, end_users_max
+        )
         self._own = self._owner.own
         self._gate = gate or StoreGate()
         self.refusals = Refusals()

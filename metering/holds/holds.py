@@ -21,7 +21,7 @@ from msgspec import structs
 from common.incidents import Retries
 from metering.core.errors import DatabaseUnavailable, HoldEnded, InvariantViolated
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.holds.decide import OwnHolds
+from metering.holds.decide import END_USERS_MAX, OwnHolds
 from metering.holds.hold_connection import BATCH_SIZE_MAX, EXPIRY_S, HoldConnection
 from metering.holds.lease_clock import LeaseClock
 from metering.holds.operations import (
@@ -119,6 +119,7 @@ class HoldStore:
         signer: BatchSigner | None = None,
         used: Callable[[], None] = lambda: None,
         measured: Callable[[int, float], None] | None = None,
+        end_users_max: int = END_USERS_MAX,
     ) -> None:
         """Prepare the connections; the first batch connects.
 
@@ -127,7 +128,7 @@ class HoldStore:
         pre-authorized holds and the log of their bindings; with None, requests are refused during
         outages. `signer` signs receipts; with None they are unsigned. `used` is called after usage
         was written and must not block. `measured` is called after each batch with its operation
-        count and seconds.
+        count and seconds. An organization may have `end_users_max` end users.
         """
         self.process_id = process_id
         self.gate = gate or StoreGate()
@@ -145,6 +146,7 @@ class HoldStore:
                 gate=self.gate,
                 signer=signer,
                 own=self._own,
+                end_users_max=end_users_max,
             )
             for _ in range(2)
         )

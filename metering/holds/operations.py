@@ -138,13 +138,17 @@ HoldOperation = Admit | Extend | Settle | Void | Expire | Renew
 
 
 class Admitted(msgspec.Struct):
-    """Answer: a new hold. `quotas` are the states of all limits that apply, including this hold."""
+    """Answer: a new hold. `quotas` are the states of all limits that apply, including this hold.
+
+    `limited` names the fields with limits, as `AdmissionTerms.limited` (`decide.py`).
+    """
 
     hold_id: uuid.UUID
     leased_token_count: int
     prices: TokenPrices
     quotas: QuotaStates
     admitted_at: datetime
+    limited: frozenset[str] = frozenset()
 
 
 class Extended(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,10 +29,17 @@ from metering.holds.bindings import Bind
 from metering.holds.decide import BatchReads, Hold
 from metering.holds.lease_clock import LeaseClock
 from metering.holds.operations import Admit, Admitted, Ended, Fits, HoldAnswer, new_hold_id
-from metering.holds.read import lock_counters, read_and_lock
+from metering.holds.read import (
+    INSERT_SUBJECT_COUNTS,
+    LOCK_SUBJECT_COUNTS,
+    MemberName,
+    lock_counters,
+    read_and_lock,
+    read_members,
+)
 from metering.holds.write import counter_writes
 from metering.quotas import quotas
-from metering.quotas.quota_rules import CounterKey, Kind, Payer
+from metering.quotas.quota_rules import FOR_END_USERS, FOR_LABEL, CounterKey, Kind, Payer
 from metering.quotas.quotas import Counters, QuotaExceeded
 from metering.store.group_commit import Answered, Pending
 from metering.store.pipeline import (
@@ -89,7 +96,7 @@ class User:
     """Key, model, tier and kind of request for which holds are pre-authorized.
 
     `used_at` is the time of the last admission in seconds of the lease clock. `has_room` is True if
-    no enforced limit is half used.
+    no enforced limit is half used. `limited` is that of the last answer.
     """
 
     payer: Payer
@@ -98,6 +105,7 @@ class User:
     embedding: bool
     used_at: float
     has_room: bool
+    limited: frozenset[str] = frozenset()
     unbound: list[UnboundHold] = field(default_factory=list)
 
 
@@ -133,6 +141,7 @@ class PreauthorizedHolds:
         )
         self._users.move_to_end(user_key(op))
         user.used_at, user.has_room = self._leases.now(), has_room(answer)
+        user.limited = answer.limited
         if not user.has_room:
             self._clear(user)
         if len(self._users) > USER_COUNT_MAX:
@@ -167,6 +176,11 @@ class PreauthorizedHolds:
                 raise RequestIdReused()
             raise RequestInFlight()
         user = self._users.get(user_key(op))
+        if user is not None and is_limited(op, user.limited):
+            raise DatabaseUnavailable(
+                "The database does not answer, and your request's end user or label has limits,"
+                " which no pre-authorized hold counts."
+            )
         fitting = [hold for hold in user.unbound if self._fits(hold, op)] if user else []
         if user is None or not fitting:
             raise DatabaseUnavailable(
@@ -183,6 +197,7 @@ class PreauthorizedHolds:
             op.labels,
             op.input_token_count,
             leased,
+            op.end_user,
         )
         self._bindings.record(bind)
         user.unbound.remove(chosen)
@@ -333,6 +348,13 @@ def user_key(op: Admit) -> UserKey:
     return op.payer.api_key_id, op.model, op.tier, op.embedding
 
 
+def is_limited(op: Admit, limited: frozenset[str]) -> bool:
+    """Return True if a request has an end user or a label of the kinds that have limits."""
+    return (op.end_user != "" and FOR_END_USERS in limited) or any(
+        FOR_LABEL + key in limited for key in op.labels
+    )
+
+
 def has_room(admitted: Admitted) -> bool:
     """Return True if no enforced limit that counts the request is more than half used."""
     prices = admitted.prices
@@ -351,12 +373,19 @@ JOIN unnest(%s::uuid[], %s::uuid[]) AS a(project_id, request_id) USING (project_
 WHERE h.state <> 'voided'
 """
 
+INSERT_END_USERS = """
+INSERT INTO usage_subjects (organization_id, kind, name)
+SELECT organization_id, 'end_user', name
+FROM unnest(%s::uuid[], %s::text[]) AS n(organization_id, name)
+ON CONFLICT DO NOTHING
+"""
+
 BIND_HOLDS = """
 UPDATE holds h
 SET request_id = v.request_id, payload_hash = v.payload_hash, labels = v.labels::jsonb,
-    input_token_count = v.input, leased_token_count = v.leased
-FROM unnest(%s::uuid[], %s::uuid[], %s::bytea[], %s::text[], %s::bigint[], %s::bigint[])
-    AS v(id, request_id, payload_hash, labels, input, leased)
+    input_token_count = v.input, leased_token_count = v.leased, end_user_id = v.end_user_id
+FROM unnest(%s::uuid[], %s::uuid[], %s::bytea[], %s::text[], %s::bigint[], %s::bigint[], %s::uuid[])
+    AS v(id, request_id, payload_hash, labels, input, leased, end_user_id)
 WHERE h.id = v.id
 """
 
@@ -371,6 +400,7 @@ async def execute_binds(
     psycopg.Error.
     """
     reads = await read_and_lock(connection, {bind.hold_id for bind in binds})
+    end_user_ids = await end_users_of(connection, binds)
     keys = {key for hold in reads.holds.values() for key in bound_keys(reads, hold)}
     counters = await lock_counters(connection, reads.now, keys)
     requests = id_array(b.payer.project_id for b in binds), id_array(b.request_id for b in binds)
@@ -393,7 +423,7 @@ async def execute_binds(
             new.append(bind)
             answers.append(Ended(done=True))
     if new:
-        await run_pipeline(connection, [(BIND_HOLDS, bind_columns(new))])
+        await run_pipeline(connection, [(BIND_HOLDS, bind_columns(new, end_user_ids))])
     await run_pipeline(connection, [*counter_writes(counters), ("COMMIT", ())])
     return answers
 
@@ -425,7 +455,35 @@ def shrink(counters: Counters, hold: Hold, bind: Bind) -> None:
         counters.add(rule.key(before.charged_at), held=after.held(rule) - before.held(rule))
 
 
-def bind_columns(binds: Sequence[Bind]) -> tuple[Value, ...]:
+async def end_users_of(
+    connection: Connection, binds: Sequence[Bind]
+) -> dict[MemberName, uuid.UUID]:
+    """Find the end users of these requests; create those that are new, whatever the bound is."""
+    names = {member_name(bind) for bind in binds if bind.end_user}
+    if not names:
+        return {}
+    organization_ids, _, _, values = zip(*sorted(names), strict=True)
+    owners = id_array(sorted(set(organization_ids)))
+    await run_pipeline(
+        connection,
+        [
+            (INSERT_SUBJECT_COUNTS, (owners,)),
+            (LOCK_SUBJECT_COUNTS, (owners,)),
+            (INSERT_END_USERS, (id_array(organization_ids), text_array(values))),
+        ],
+    )
+    found, _ = await read_members(connection, names)
+    return {name: member.id for name, member in found.items()}
+
+
+def member_name(bind: Bind) -> MemberName:
+    """Return the name of the usage subject that is the request's end user."""
+    return bind.payer.organization_id, "end_user", "", bind.end_user
+
+
+def bind_columns(
+    binds: Sequence[Bind], end_user_ids: Mapping[MemberName, uuid.UUID]
+) -> tuple[Value, ...]:
     """Pack bindings into the array parameters of BIND_HOLDS."""
     return (
         id_array(bind.hold_id for bind in binds),
@@ -434,4 +492,7 @@ def bind_columns(binds: Sequence[Bind]) -> tuple[Value, ...]:
         text_array(json.dumps(bind.labels) for bind in binds),
         array(bind.input_token_count for bind in binds),
         array(bind.leased_token_count for bind in binds),
+        text_array(
+            str(end_user_ids[member_name(bind)]) if bind.end_user else None for bind in binds
+        ),
     )

@@ -9,26 +9,40 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
 from metering.core.models import HoldState, QuotaDimension, QuotaSubject
 from metering.holds.decide import (
+    END_USERS_MAX,
     NOTHING_USED,
     AdmissionTerms,
     BatchReads,
+    Creation,
     EventSums,
     Hold,
     HoldTerms,
+    Member,
+    MemberKey,
     SameRequest,
+    TermsKey,
 )
 from metering.holds.hold_cache import SELECT_CHANGES, cache_of
 from metering.holds.operations import Admit
 from metering.holds.write import key_columns
 from metering.pricing.prices import TOKEN_PRICES, PriceBook, TokenPrices
 from metering.quotas.quota_recount import QUOTA_LOCK
-from metering.quotas.quota_rules import CounterKey, QuotaRule, Weights
+from metering.quotas.quota_rules import (
+    FOR_END_USERS,
+    FOR_LABEL,
+    UNITS,
+    CounterKey,
+    QuotaRule,
+    Unit,
+    Weights,
+    window_ends,
+)
 from metering.quotas.quotas import Counter, Counters
 from metering.receipts.chaining import BATCHES_OF_HOLDS, ISSUED_OF_HOLDS, Chains, issued_of_rows
 from metering.store.pipeline import (
@@ -45,14 +59,23 @@ from metering.store.pipeline import (
 
 # The limit in force: a temporary override ends by the database's clock.
 RULE_COLUMNS = """
-concat(id, '.', xmin, '.', override_until > now()) AS version, id, subject, subject_id, model,
+concat(id, '.', version, '.', override_until > now()) AS version, id, subject, subject_id, model,
 dimension,
 CASE WHEN deleted_at IS NOT NULL THEN NULL WHEN override_until > now() THEN override_limit_value
     ELSE limit_value END AS in_force,
 input_weight_milli, cached_input_weight_milli, output_weight_milli, enforced,
 limit_value AS base_limit_value,
-CASE WHEN override_until > now() THEN override_until END AS override_until
+CASE WHEN override_until > now() THEN override_until END AS override_until,
+for_each, within_id, selector_id,
+CASE WHEN within_id IS NULL THEN '' ELSE coalesce((
+    SELECT CASE WHEN kind = 'label' THEN label_key || '=' || name ELSE name END
+    FROM usage_subjects u WHERE u.id = subject_id), '') END AS subject_name,
+CASE WHEN within_id IS NULL AND for_each = '' THEN '' ELSE coalesce((
+    SELECT name FROM projects p WHERE p.id = coalesce(within_id, subject_id)), '') END AS scope_name
 """
+
+# Organization, kind, label key and name of a usage subject.
+MemberName = tuple[uuid.UUID, str, str, str]
 
 RULE_COUNT_MAX = 32_768  # some 15 MB
 RULES: weakref.WeakKeyDictionary[Connection, RuleCache] = weakref.WeakKeyDictionary()
@@ -73,7 +96,7 @@ class RuleCache:
     def of(self, row: Row) -> QuotaRule:
         """Convert a row of RULE_COLUMNS to a rule; the same version gives the same object."""
         rule = self._rules.get(row[0])
-        if rule is None:
+        if rule is None or rule.subject_name != row[-2]:  # erased
             if len(self._rules) >= self._count_max:
                 self._rules.clear()
             rule = self._rules[row[0]] = rule_of(row[1:])
@@ -125,7 +148,8 @@ SELECT_HOLDS = """
 SELECT id, state, price_version_id, input_token_count, cached_input_token_count, leased_token_count,
     delivered_token_count, posted_token_count, posted_minutes, quota_ids, admitted_at, charged_at,
     expires_at, request_id, uuid_send(organization_id) || uuid_send(project_id)
-        || uuid_send(api_key_id) || uuid_send(request_id), model, embedding, reasoning_token_count
+        || uuid_send(api_key_id) || uuid_send(request_id), model, embedding, reasoning_token_count,
+    end_user_id, CASE WHEN state = 'expired' THEN labels END
 FROM holds
 WHERE id = ANY(%s::uuid[])
 ORDER BY id
@@ -156,11 +180,71 @@ WHERE id = ANY(%s::uuid[]) AND revoked_at IS NULL AND (expires_at IS NULL OR exp
 
 SELECT_RULES = f"""
 SELECT {RULE_COLUMNS}
-FROM quotas
-WHERE deleted_at IS NULL AND NOT for_new_keys AND subject_id = ANY(%s::uuid[])
+FROM quota_terms
+WHERE own_deleted_at IS NULL
+  AND deleted_at IS NULL
+  AND NOT for_new_keys
+  AND subject_id = ANY(%s::uuid[])
 """
 
-SELECT_RULES_BY_ID = f"SELECT {RULE_COLUMNS} FROM quotas WHERE id = ANY(%s::uuid[])"
+SELECT_RULES_BY_ID = f"SELECT {RULE_COLUMNS} FROM quota_terms WHERE id = ANY(%s::uuid[])"
+
+# Where there are limits of usage subjects: the label keys of each organization, one index search
+# for each, and the scopes in which an end user has a limit of its own.
+SELECT_LIMITED = """
+WITH RECURSIVE keys AS (
+    SELECT o.id, (
+        SELECT min(label_key) FROM usage_subjects u
+        WHERE u.organization_id = o.id AND u.kind = 'label') AS label_key
+    FROM unnest(%s::uuid[]) AS o(id)
+    UNION ALL
+    SELECT k.id, (
+        SELECT min(label_key) FROM usage_subjects u
+        WHERE u.organization_id = k.id AND u.kind = 'label' AND u.label_key > k.label_key)
+    FROM keys k
+    WHERE k.label_key IS NOT NULL
+)
+SELECT id, 'label:' || label_key FROM keys WHERE label_key IS NOT NULL
+UNION ALL
+SELECT w.id, 'end_user'
+FROM unnest(%s::uuid[]) AS w(id)
+WHERE EXISTS (
+    SELECT FROM quotas q
+    WHERE q.within_id = w.id
+      AND q.subject = 'end_user'
+      AND q.selector_id IS NULL
+      AND q.deleted_at IS NULL)
+"""
+
+_NAMED = """
+FROM unnest(%s::uuid[], %s::text[], %s::text[], %s::text[])
+    AS a(organization_id, kind, label_key, name)
+JOIN usage_subjects s USING (organization_id, kind, label_key, name)
+"""
+SELECT_MEMBERS = f"""
+SELECT organization_id, kind, label_key, name, s.id, false, s.archived_at IS NOT NULL,
+    s.last_used_on < (now() AT TIME ZONE 'UTC')::date
+{_NAMED}
+"""
+SELECT_MEMBER_RULES = f"""
+SELECT {RULE_COLUMNS}
+FROM quota_terms
+WHERE own_deleted_at IS NULL
+  AND deleted_at IS NULL
+  AND subject_id = ANY(ARRAY(SELECT s.id {_NAMED}))
+"""
+# Locked by all who create or archive usage subjects, before counters in every process.
+INSERT_SUBJECT_COUNTS = """
+INSERT INTO usage_subject_counts (organization_id)
+SELECT id FROM unnest(%s::uuid[]) AS o(id) ORDER BY id ON CONFLICT DO NOTHING
+"""
+LOCK_SUBJECT_COUNTS = """
+SELECT organization_id, end_user_count, label_value_count
+FROM usage_subject_counts
+WHERE organization_id = ANY(%s::uuid[])
+ORDER BY organization_id
+FOR UPDATE
+"""
 
 SELECT_PRICES_IN_FORCE = f"""
 SELECT DISTINCT ON (p.model, p.currency_code, p.organization_id, p.tier)
@@ -210,6 +294,14 @@ class HoldRow(NamedTuple):
     model: str
     embedding: bool
     reasoning_token_count: int
+    end_user_id: uuid.UUID | None
+    labels: dict[str, str] | None  # of an expired hold
+
+    @property
+    def label_names(self) -> list[MemberName]:
+        """Names of the usage subjects that its labels are, if it has expired."""
+        organization_id = uuid.UUID(bytes=self.receipt_ids[:16])
+        return [(organization_id, "label", *each) for each in (self.labels or {}).items()]
 
     def hold(self, terms: HoldTerms, rules: Sequence[QuotaRule]) -> Hold:
         """Build the hold with these terms and rules."""
@@ -237,6 +329,7 @@ async def read_and_lock(
     hold_ids: Collection[uuid.UUID],
     admits: Sequence[Admit] = (),
     billed_ids: Collection[uuid.UUID] = (),
+    end_users_max: int = END_USERS_MAX,
 ) -> BatchReads:
     """Begin the transaction, lock the holds and read what all decisions need.
 
@@ -275,6 +368,8 @@ async def read_and_lock(
     same: list[Row] = []
     if admits:
         same = take_admission_reads(connection, reads, admits, list(answers))
+        reads.end_users_max = end_users_max
+        await take_members(connection, reads, admits)
     await take_holds(connection, reads, [HoldRow(*row) for row in held])
     ended_ids = [hold.id for hold in reads.holds.values() if hold.state != HoldState.HELD]
     ended = id_array([*ended_ids, *(row[4] for row in same if row[2] != HoldState.HELD)])
@@ -316,10 +411,15 @@ async def take_holds(connection: Connection, reads: BatchReads, rows: Sequence[H
         rules |= read
     expired = [row for row in rows if row.state == HoldState.EXPIRED]
     later: list[QuotaRule] = []
+    values: dict[MemberName, Member] = {}
     if expired:
         subjects = {row.receipt_ids[start : start + 16] for row in expired for start in (0, 16, 32)}
+        subjects |= {row.end_user_id.bytes for row in expired if row.end_user_id is not None}
         [rule_rows] = await run_pipeline(connection, [(SELECT_RULES, (id_bytes_array(subjects),))])
-        later = list(rules_of_rows(connection, rule_rows).values())
+        values, of_values = await read_members(
+            connection, {name for row in expired for name in row.label_names}
+        )
+        later = [*rules_of_rows(connection, rule_rows).values(), *of_values]
     terms: dict[tuple[object, ...], HoldTerms] = {}
     for row in rows:
         numbers = tuple(quota_id.int for quota_id in row.quota_ids)
@@ -329,11 +429,16 @@ async def take_holds(connection: Connection, reads: BatchReads, rows: Sequence[H
             common = terms[key] = HoldTerms(*key[:3], cache.prices[row.price_version_id], numbers)
         charged = [rules[number] for number in numbers]
         if row.state == HoldState.EXPIRED:
-            of_hold = [row.receipt_ids[start : start + 16] for start in (0, 16, 32)]
+            scopes = {row.receipt_ids[start : start + 16] for start in (0, 16, 32)}
+            of_hold = scopes | {values[each].id.bytes for each in row.label_names if each in values}
+            if row.end_user_id is not None:
+                of_hold.add(row.end_user_id.bytes)
             charged += [
                 rule
                 for rule in later
                 if rule.subject_id.bytes in of_hold
+                and not rule.for_each
+                and (rule.within_id is None or rule.within_id.bytes in scopes)
                 and rule.model in ("", row.model)
                 and rule.number not in numbers
             ]
@@ -365,6 +470,15 @@ def admission_reads(admits: Sequence[Admit]) -> list[Statement]:
         (SELECT_LIVE_KEYS, (id_array(each.api_key_id for each in payers),)),
         (SELECT_PRICES_IN_FORCE, (*priced, id_array({each.organization_id for each in payers}))),
         (SELECT_NEXT_PRICES, priced),
+        (
+            SELECT_LIMITED,
+            (
+                id_array({each.organization_id for each in payers}),
+                id_array(
+                    {scope for each in payers for scope in (each.organization_id, each.project_id)}
+                ),
+            ),
+        ),
     ]
 
 
@@ -375,7 +489,10 @@ def take_admission_reads(
 
     Returns the rows of SELECT_SAME_REQUEST.
     """
-    rule_rows, same, keys, in_force, next_prices = answers
+    rule_rows, same, keys, in_force, next_prices, limits = answers
+    limited: dict[int, set[str]] = {}
+    for scope, name in limits:
+        limited.setdefault(scope.int, set()).add(name)
     by_subject: dict[tuple[int, str], list[QuotaRule]] = {}
     for rule in rules_of_rows(connection, rule_rows).values():
         by_subject.setdefault((rule.subject_id.int, rule.model), []).append(rule)
@@ -396,14 +513,20 @@ def take_admission_reads(
         (op.payer, op.model, op.tier, op.embedding) for op in admits
     }:
         key = payer.api_key_id.int, payer.currency_code, model, tier, embedding
+        known = cache.terms.get(key)
         current = book.find(model, payer.currency_code, payer.organization_id, tier)
         if current is None or key[0] not in expiries:
             continue
         subjects = (payer.organization_id.int, payer.project_id.int, payer.api_key_id.int)
         scopes = [(subject, each) for subject in subjects for each in dict.fromkeys(("", model))]
-        rules = tuple(rule for scope in scopes for rule in by_subject.get(scope, ()))
+        applied = [rule for scope in scopes for rule in by_subject.get(scope, ())]
+        rules = tuple(rule for rule in applied if not rule.for_each)
+        selectors = tuple(rule for rule in applied if rule.for_each)
+        names = {rule.for_each for rule in selectors}
+        names = names.union(*(limited.get(each, ()) for each in subjects[:2]))
+        label_keys = (each.removeprefix(FOR_LABEL) for each in names if each != FOR_END_USERS)
         validity_ends = (
-            *(rule.override_until for rule in rules),
+            *(rule.override_until for rule in applied),
             expiries[key[0]],
             next_price_at[model, payer.currency_code],
         )
@@ -411,10 +534,176 @@ def take_admission_reads(
             payer.receipt_ids, model, embedding, current, tuple(rule.number for rule in rules)
         )
         until = min((each for each in validity_ends if each is not None), default=None)
-        terms[key] = AdmissionTerms(payer, common, rules, until)
-        cache.add_terms(key, terms[key])
+        terms[key] = AdmissionTerms(
+            payer, common, rules, until, selectors, tuple(sorted(label_keys)), frozenset(names)
+        )
+        if known is not None and known.equals(terms[key]):
+            terms[key] = known  # with its members
+        else:
+            cache.add_terms(key, terms[key])
     reads.terms = terms
     return same
+
+
+async def read_members(
+    connection: Connection, names: Collection[MemberName]
+) -> tuple[dict[MemberName, Member], list[QuotaRule]]:
+    """Read the usage subjects of these names, and their limits."""
+    if not names:
+        return {}, []
+    organization_ids, kinds, label_keys, values = zip(*sorted(names), strict=True)
+    parameters = (
+        id_array(organization_ids),
+        text_array(kinds),
+        text_array(label_keys),
+        text_array(values),
+    )
+    members, rules = await run_pipeline(
+        connection, [(SELECT_MEMBERS, parameters), (SELECT_MEMBER_RULES, parameters)]
+    )
+    found = {row[:4]: Member(*row) for row in members}
+    return found, list(rules_of_rows(connection, rules).values())
+
+
+class MemberReads:
+    """Usage subjects of a batch with their limits; those to be created have ids already."""
+
+    def __init__(self, found: dict[MemberName, Member], rules: Sequence[QuotaRule]) -> None:
+        self.members = found
+        self._rules: dict[int, list[QuotaRule]] = {}
+        for rule in rules:
+            self._rules.setdefault(rule.subject_id.int, []).append(rule)
+        self._new_rules: dict[tuple[int, int], QuotaRule] = {}
+
+    def terms_of(self, base: AdmissionTerms, key: MemberKey, day_end: datetime) -> AdmissionTerms:
+        """Build the terms of requests with this end user and these values of limited labels."""
+        rules: list[QuotaRule] = []
+        new_rules: list[QuotaRule] = []
+        changed: list[Member] = []
+        end_user = 0
+        for for_each, name in names_of(base, key):
+            selectors = [each for each in base.selectors if each.for_each == for_each]
+            member = self.members.get(name)
+            if member is None:
+                if for_each != FOR_END_USERS and not selectors:
+                    continue  # a label value without a limit has no row
+                member = self.members[name] = Member(*name, uuid.uuid4(), is_new=True)
+            if for_each == FOR_END_USERS:
+                end_user = member.id.int
+            if member.is_new or member.is_archived or member.is_idle:
+                changed.append(member)
+            own = self.rules_of(base, member)
+            taken = {rule.target for rule in own}
+            given = [self._given(each, member) for each in selectors if each.target not in taken]
+            rules += [*own, *given]
+            new_rules += given
+        common = base.common
+        all_rules = (*base.rules, *rules)
+        terms = AdmissionTerms(
+            base.payer,
+            HoldTerms(
+                common.payer_ids,
+                common.model,
+                common.embedding,
+                common.prices,
+                tuple(rule.number for rule in all_rules),
+                end_user,
+            ),
+            all_rules,
+            min(
+                each
+                for each in (day_end, base.until, *(rule.override_until for rule in rules))
+                if each is not None
+            ),
+            limited=base.limited,
+        )
+        if changed or new_rules:
+            terms.creation = Creation(base, key, tuple(changed), tuple(new_rules))
+        return terms
+
+    def rules_of(self, base: AdmissionTerms, member: Member) -> list[QuotaRule]:
+        """Find the limits of a usage subject in force: its own before those of selectors."""
+        payer = base.payer
+        own = [
+            rule
+            for rule in self._rules.get(member.id.int, ())
+            if rule.within_id in (payer.organization_id, payer.project_id)
+            and rule.model in ("", base.common.model)
+        ]
+        single = {rule.target for rule in own if rule.selector_id is None}
+        return [rule for rule in own if rule.selector_id is None or rule.target not in single]
+
+    def _given(self, selector: QuotaRule, member: Member) -> QuotaRule:
+        key = selector.number, member.id.int
+        rule = self._new_rules.get(key)
+        if rule is None:
+            rule = self._new_rules[key] = selector.of_subject(
+                uuid.uuid4().int, member.id, member.shown
+            )
+        return rule
+
+
+def names_of(base: AdmissionTerms, key: MemberKey) -> Iterator[tuple[str, MemberName]]:
+    """Yield `for_each` and the name of each usage subject of a request."""
+    organization_id = base.payer.organization_id
+    if key[0]:
+        yield FOR_END_USERS, (organization_id, "end_user", "", key[0])
+    for label_key, value in zip(base.label_keys, key[1:], strict=True):
+        if value:
+            yield FOR_LABEL + label_key, (organization_id, "label", label_key, value)
+
+
+async def take_members(connection: Connection, reads: BatchReads, admits: Sequence[Admit]) -> None:
+    """Add the terms of requests with an end user or a limited label to `reads` and the cache.
+
+    If rows are missing or archived, the organization's count is locked before they are read again,
+    so that no name and no selector gets two rows.
+    """
+    requested: dict[tuple[TermsKey, MemberKey], None] = {}
+    for op in admits:
+        if op.end_user or op.labels:
+            payer = op.payer
+            terms_key = payer.api_key_id.int, payer.currency_code, op.model, op.tier, op.embedding
+            base = reads.terms.get(terms_key)
+            if base is not None and (key := base.member_key(op)) is not None:
+                requested[terms_key, key] = None
+    if not requested:
+        return
+    names = {name for each, key in requested for _, name in names_of(reads.terms[each], key)}
+    day_end = window_ends(reads.now)[UNITS.index(Unit.DAY)]
+    assert day_end is not None
+
+    async def build() -> list[AdmissionTerms]:
+        found = MemberReads(*await read_members(connection, names))
+        return [
+            found.terms_of(reads.terms[terms_key], key, day_end) for terms_key, key in requested
+        ]
+
+    built = await build()
+    creating = {
+        each.payer.organization_id
+        for each in built
+        if each.creation is not None
+        and (each.creation.rules or any(m.is_new or m.is_archived for m in each.creation.members))
+    }
+    if creating:
+        ids = id_array(sorted(creating))
+        _, counts = await run_pipeline(
+            connection, [(INSERT_SUBJECT_COUNTS, (ids,)), (LOCK_SUBJECT_COUNTS, (ids,))]
+        )
+        for organization_id, end_user_count, label_value_count in counts:
+            for kind, count in (("end_user", end_user_count), ("label", label_value_count)):
+                reads.room[organization_id.int, kind] = reads.end_users_max - count
+        built = await build()
+    cache = cache_of(connection)
+    for (terms_key, key), terms in zip(requested, built, strict=True):
+        base = reads.terms[terms_key]
+        base.members[key] = terms
+        if terms.creation is None:
+            cache.add_member(base, key, terms)
+        else:
+            reads.creations[terms.common] = terms.creation
+    reads.members = built
 
 
 def same_request(row: Row, events: Mapping[int, EventSums]) -> SameRequest:

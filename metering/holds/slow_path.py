@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from metering.core.errors import MeteringError
 from metering.core.models import HoldState
 from metering.holds.decide import BatchReads, BatchWrites, Decisions, HoldOwner, store_holds
-from metering.holds.hold_cache import cache_of
+from metering.holds.hold_cache import HoldCache, cache_of
 from metering.holds.operations import (
     Admit,
     Expire,
@@ -31,12 +31,13 @@ from metering.holds.write import (
     changed_holds,
     counter_writes,
     new_holds,
+    new_members,
     renewals,
     usage_writes,
 )
 from metering.quotas import quotas
 from metering.quotas.quota_rules import CounterKey
-from metering.quotas.quotas import Counters, QuotaExceeded
+from metering.quotas.quotas import Counter, Counters, QuotaExceeded
 from metering.quotas.refusals import Refusals, Refused
 from metering.store.pipeline import Connection, id_array, run_pipeline
 
@@ -94,12 +95,13 @@ async def decide_and_commit(
     admits = [op for op in batch if isinstance(op, Admit)]
     hold_ids = {op.hold_id for op in batch if not isinstance(op, Admit | Renew)}
     billed_ids = {op.hold_id for op in batch if isinstance(op, Settle | Expire)}
-    reads = await read_and_lock(connection, hold_ids, admits, billed_ids)
+    reads = await read_and_lock(connection, hold_ids, admits, billed_ids, owner.end_users_max)
     locked = {project_id: head.sequence for project_id, head in reads.chains.heads.items()}
     if unread and only_gives_back(reads, batch):
         counters = Counters(reads.now, unlocked=True)
     else:
         counters = await lock_counters(connection, reads.now, counter_keys(reads, batch))
+        counters.rows |= {key: Counter(0, 0) for key in new_keys(reads)}
     decisions = Decisions(reads, counters)
     answers: dict[int, HoldAnswer | Exception] = {}
     for index in sorted(range(len(batch)), key=lambda i: ORDER[type(batch[i])]):
@@ -111,6 +113,7 @@ async def decide_and_commit(
     renewing = renewals(writes, owner.expiry_s)
     statements = [
         *renewing,
+        *new_members(reads, writes, counters),
         *new_holds(writes, owner),
         *changed_holds(writes, owner.expiry_s),
         *usage_writes(reads.chains, writes.events, owner.signer),
@@ -126,11 +129,26 @@ async def decide_and_commit(
         )
     )
     cache, gone = cache_of(connection), counters.created - counters.changed.keys()
+    gone |= new_keys(reads) - counters.changed.keys()
+    take_creations(cache, reads, writes)
     cache.store_counters({key: row for key, row in counters.rows.items() if key not in gone})
     cache.store_heads(
         locked, {project_id: reads.chains.heads[project_id] for project_id in reads.chains.changed}
     )
     return reads, writes, answers
+
+
+def take_creations(cache: HoldCache, reads: BatchReads, writes: BatchWrites) -> None:
+    """Cache the terms whose usage subjects and limits were just committed."""
+    for hold_terms in {hold.terms for _, hold in writes.holds} if reads.creations else ():
+        if (creation := reads.creations.get(hold_terms)) is not None:
+            terms = creation.base.members[creation.key]
+            terms.creation = None
+            cache.add_member(creation.base, creation.key, terms)
+    for creation in reads.creations.values():
+        uncommitted = creation.base.members.get(creation.key)
+        if uncommitted is not None and uncommitted.creation is not None:
+            del creation.base.members[creation.key]
 
 
 def only_gives_back(reads: BatchReads, batch: Sequence[HoldOperation]) -> bool:
@@ -181,7 +199,17 @@ def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[Count
             keys |= quotas.touched_keys(
                 hold.rules, hold.charge(), reads.now, extends=extends, undoes=undoes
             )
-    return keys | {rule.key(reads.now) for terms in reads.terms.values() for rule in terms.rules}
+    keys |= {
+        rule.key(reads.now)
+        for terms in (*reads.terms.values(), *reads.members)
+        for rule in terms.rules
+    }
+    return keys - new_keys(reads)
+
+
+def new_keys(reads: BatchReads) -> set[CounterKey]:
+    """Collect the counters of limits that the batch may create."""
+    return {rule.key(reads.now) for each in reads.creations.values() for rule in each.rules}
 
 
 def refused_of(

@@ -18,9 +18,17 @@ from operator import attrgetter
 import msgspec
 import psycopg
 
-from metering.holds.decide import BatchWrites, Hold, HoldOwner, HoldTerms, UsageEvent
+from metering.holds.decide import (
+    BatchReads,
+    BatchWrites,
+    Hold,
+    HoldOwner,
+    HoldTerms,
+    Member,
+    UsageEvent,
+)
 from metering.holds.operations import Settle, Settled
-from metering.quotas.quota_rules import CounterKey
+from metering.quotas.quota_rules import CounterKey, QuotaRule
 from metering.quotas.quotas import NO_LIMIT, USED_MAX, Counters
 from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt, SignedBatch
 from metering.store.pipeline import (
@@ -70,6 +78,34 @@ FROM (SELECT %s::uuid[] AS payers, %s::text[] AS models, %s::bigint[] AS terms,
         %s::uuid[] AS quota_ids, %s::uuid[] AS ids, %s::bigint[] AS numbers) AS sent,
     unnest(%s::bytea[], %s::text[]) WITH ORDINALITY AS v(payload_hash, labels, i),
     {_numbers_of_row("t input_token_count leased_token_count")}
+"""
+
+INSERT_MEMBERS = """
+INSERT INTO usage_subjects (id, organization_id, kind, label_key, name, last_used_on)
+SELECT v.*, (now() AT TIME ZONE 'UTC')::date
+FROM unnest(%s::uuid[], %s::uuid[], %s::text[], %s::text[], %s::text[]) AS v
+"""
+# Skips locked rows: another batch marks them for the same day, or they are being erased.
+USE_MEMBERS = """
+UPDATE usage_subjects SET last_used_on = (now() AT TIME ZONE 'UTC')::date, archived_at = NULL
+WHERE id IN (
+    SELECT id FROM usage_subjects
+    WHERE id = ANY(%s::uuid[]) AND erased_at IS NULL
+    ORDER BY id
+    FOR NO KEY UPDATE SKIP LOCKED)
+"""
+INSERT_MEMBER_QUOTAS = """
+INSERT INTO quotas (id, subject, subject_id, within_id, selector_id, model, dimension, limit_value,
+    input_weight_milli, cached_input_weight_milli, output_weight_milli, enforced, alert_at)
+SELECT v.id, v.subject, v.subject_id, s.subject_id, s.id, s.model, s.dimension, s.limit_value,
+    s.input_weight_milli, s.cached_input_weight_milli, s.output_weight_milli, s.enforced, s.alert_at
+FROM unnest(%s::uuid[], %s::text[], %s::uuid[], %s::uuid[])
+    AS v(id, subject, subject_id, selector_id)
+JOIN quotas s ON s.id = v.selector_id
+"""
+INSERT_MEMBER_COUNTERS = """
+INSERT INTO quota_counters (quota_id, window_start)
+SELECT * FROM unnest(%s::uuid[], %s::timestamptz[])
 """
 
 EXTENDED = "cached leased delivered reasoning posted posted_cost leased_before quota_count"
@@ -267,6 +303,41 @@ def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
         statements.append(
             (END_HOLDS, (number_array(numbers), id_number_array(ids), states, len(ended)))
         )
+    return statements
+
+
+def new_members(reads: BatchReads, writes: BatchWrites, counters: Counters) -> list[Statement]:
+    """Build the statements that create the usage subjects and limits of newly admitted requests."""
+    members: dict[int, Member] = {}
+    rules: dict[int, QuotaRule] = {}
+    for _, hold in writes.holds if reads.creations else ():
+        if (creation := reads.creations.get(hold.terms)) is not None:
+            members |= {each.id.int: each for each in creation.members}
+            rules |= {each.number: each for each in creation.rules}
+    statements: list[Statement] = []
+    if new := [each for each in members.values() if each.is_new]:
+        values = (
+            id_array([each.id for each in new]),
+            id_array([each.organization_id for each in new]),
+            text_array([each.kind for each in new]),
+            text_array([each.label_key for each in new]),
+            text_array([each.name for each in new]),
+        )
+        statements.append((INSERT_MEMBERS, values))
+    if used := [each.id for each in members.values() if not each.is_new]:
+        statements.append((USE_MEMBERS, (id_array(used),)))
+    if rules:
+        quotas = (
+            id_number_array(list(rules)),
+            text_array([each.subject for each in rules.values()]),
+            id_array([each.subject_id for each in rules.values()]),
+            id_array([each.selector_id for each in rules.values() if each.selector_id]),
+        )
+        keys = [key for key in counters.changed if key[0] in rules]
+        statements += [
+            (INSERT_MEMBER_QUOTAS, quotas),
+            (INSERT_MEMBER_COUNTERS, key_columns(keys)),
+        ]
     return statements
 
 

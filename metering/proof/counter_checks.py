@@ -45,17 +45,19 @@ MONTHS_KEPT, DAYS_KEPT = "93 days", "2 days"
 # A quota that an admin has set also counts usage from before it existed; any other counts only the
 # holds that are charged to it.
 RULES = f"""
-SELECT q.id AS quota_id, q.subject_id, q.model, q.dimension, q.deleted_at, d.charge, d.unit,
+SELECT q.id AS quota_id, q.subject_id, q.within_id, q.model, q.dimension, q.deleted_at, d.charge,
+       d.unit,
        d.counts_input * q.input_weight_milli AS input_weight,
        d.counts_input * q.cached_input_weight_milli AS cached_weight,
        d.counts_output * q.output_weight_milli AS output_weight,
        a.subject_id IS NOT NULL AS audited,
-       a.subject_id IS NOT NULL AND q.deleted_at IS NULL AND NOT q.for_new_keys AS counts_past
-FROM quotas q
+       a.subject_id IS NOT NULL AND q.deleted_at IS NULL AND NOT q.for_new_keys
+           AND q.for_each = '' AS counts_past
+FROM quota_terms q
 JOIN {DIMENSION_ROWS} USING (dimension)
 LEFT JOIN (
     SELECT DISTINCT subject_id FROM audit_log WHERE action = 'quota.set'
-) AS a ON a.subject_id = q.id::text
+) AS a ON a.subject_id = coalesce(q.selector_id, q.id)::text
 """
 
 # Hold h may be charged in a window whose counter has not been deleted yet.
@@ -128,9 +130,19 @@ def charges_sql(hold_condition: str, rule_condition: str) -> str:
         WHERE ({HOLD_MAY_COUNT}) AND {hold_condition}
         OFFSET 0
     ) AS h
-    CROSS JOIN unnest(ARRAY[h.organization_id, h.project_id, h.api_key_id]) AS s (subject_id)
+    CROSS JOIN LATERAL (
+        SELECT unnest(ARRAY[h.organization_id, h.project_id, h.api_key_id, h.end_user_id])
+        UNION ALL
+        SELECT u.id
+        FROM jsonb_each_text(h.labels) AS l
+        JOIN usage_subjects u
+            ON u.organization_id = h.organization_id
+           AND u.kind = 'label'
+           AND (u.label_key, u.name) = (l.key, l.value)
+    ) AS s (subject_id)
     JOIN rules r
         ON r.subject_id = s.subject_id
+       AND (r.within_id IS NULL OR r.within_id IN (h.organization_id, h.project_id))
        AND (r.quota_id = ANY(h.quota_ids) OR (r.counts_past AND r.model IN ('', h.model)))
        AND {rule_condition}
     JOIN price_versions p ON p.id = h.price_version_id
@@ -249,7 +261,7 @@ WITHIN_LIMITS = Check(
                     ELSE q.limit_value
                END AS limit_value
         FROM quota_counters c
-        JOIN quotas q ON q.id = c.quota_id,
+        JOIN quota_terms q ON q.id = c.quota_id,
         LATERAL (
             SELECT min(admitted_at) AS since
             FROM holds
@@ -272,7 +284,7 @@ WITHIN_LIMITS = Check(
               SELECT
               FROM audit_log a
               WHERE a.action IN ('quota.set', 'quota.override')
-                AND a.subject_id = q.id::text
+                AND a.subject_id IN (q.id::text, q.selector_id::text)
                 AND a.created_at >= c.window_start
                 AND (
                     coalesce(before, 'null') = 'null'

@@ -16,7 +16,7 @@ SELECT h.id, h.organization_id, h.project_id, h.api_key_id, h.model, h.price_ver
        h.quota_ids, h.admitted_at, h.charged_at, h.ended_at,
        h.input_token_count, h.cached_input_token_count, h.leased_token_count,
        h.delivered_token_count, h.posted_token_count, h.posted_minutes, h.embedding,
-       h.reasoning_token_count,
+       h.reasoning_token_count, h.end_user_id, h.labels,
        num_nonnulls(first.id, second.id) AS parts,
        coalesce(first.input_token_count + first.embedding_token_count, 0)
            + coalesce(second.input_token_count + second.embedding_token_count, 0) AS event_input,
@@ -108,7 +108,8 @@ HOLD_CHECKS = (
         violations_sql(
             "concat('hold ', any_hold_id)",
             f"""
-            SELECT DISTINCT ON (c.api_key_id, c.project_id, c.organization_id, c.quota_ids)
+            SELECT DISTINCT ON (
+                   c.api_key_id, c.project_id, c.organization_id, c.end_user_id, c.quota_ids)
                    c.*, k.project_id AS key_project_id,
                    p.organization_id AS project_organization_id,
                    NOT EXISTS (
@@ -116,16 +117,21 @@ HOLD_CHECKS = (
                        FROM unnest(c.quota_ids) AS charged (id)
                        LEFT JOIN quotas q
                            ON q.id = charged.id
-                          AND q.subject_id IN (c.organization_id, c.project_id, c.api_key_id)
+                          AND (
+                              q.subject_id IN (c.organization_id, c.project_id, c.api_key_id)
+                              OR q.within_id IN (c.organization_id, c.project_id)
+                                 AND (q.subject = 'label' OR q.subject_id = c.end_user_id)
+                          )
                           AND NOT q.for_new_keys
+                          AND q.for_each = ''
                        WHERE q.id IS NULL
                    ) AS has_own_quotas
             FROM (
                 SELECT min(id::text) AS any_hold_id,
-                       api_key_id, project_id, organization_id, quota_ids
+                       api_key_id, project_id, organization_id, end_user_id, quota_ids
                 FROM holds
                 WHERE admitted_at >= {SINCE}
-                GROUP BY 2, 3, 4, 5
+                GROUP BY 2, 3, 4, 5, 6
             ) AS c
             LEFT JOIN api_keys k ON k.id = c.api_key_id
             LEFT JOIN projects p ON p.id = c.project_id
@@ -136,6 +142,36 @@ HOLD_CHECKS = (
                     "'has a key, a project and an organization that do not belong together'"
                 ),
                 "NOT has_own_quotas": "'is charged to a quota of another customer'",
+            },
+        ),
+    ),
+    Check(
+        "usage-subjects-are-counted",
+        "The numbers of an organization's end users and label values are those of its rows that are"
+        " not archived.",
+        violations_sql(
+            "concat('organization ', organization_id)",
+            """
+            SELECT organization_id,
+                   coalesce(c.end_user_count, 0) AS end_user_count,
+                   coalesce(c.label_value_count, 0) AS label_value_count,
+                   coalesce(u.end_users, 0) AS end_users,
+                   coalesce(u.label_values, 0) AS label_values
+            FROM usage_subject_counts c
+            FULL JOIN (
+                SELECT organization_id,
+                       count(*) FILTER (WHERE kind = 'end_user') AS end_users,
+                       count(*) FILTER (WHERE kind = 'label') AS label_values
+                FROM usage_subjects
+                WHERE archived_at IS NULL
+                GROUP BY 1
+            ) AS u USING (organization_id)
+            """,
+            {
+                "(end_user_count, label_value_count) <> (end_users, label_values)": (
+                    "concat('counts ', end_user_count, ' end users and ', label_value_count,"
+                    " ' label values, but has ', end_users, ' and ', label_values)"
+                ),
             },
         ),
     ),

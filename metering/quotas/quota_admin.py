@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from datetime import datetime, timedelta
 
 from sqlalchemy import and_, delete, func, or_, select, text, tuple_, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import aliased
 
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import InvalidValue, NotFound
@@ -29,6 +29,7 @@ from metering.core.models import (
     QuotaKey,
     QuotaSubject,
     QuotaTerms,
+    UsageSubject,
     record_of,
     values_of,
 )
@@ -37,6 +38,8 @@ from metering.pricing.prices import checked_model
 from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import (
     DIMENSIONS,
+    FOR_END_USERS,
+    FOR_LABEL,
     WEIGHT_SCALE,
     Kind,
     QuotaState,
@@ -48,6 +51,12 @@ from metering.quotas.quota_states import states, weights_of
 from metering.store.db import Sessions, database_now
 from metering.tenants.api_keys import find_api_key
 from metering.tenants.tenants import as_uuid, find_organization, find_project
+from metering.tenants.usage_subjects import (
+    checked_end_user,
+    checked_label,
+    checked_label_key,
+    create_usage_subject,
+)
 
 LIMIT_MAX = 2**63 - 1  # maximum of the column; about nine million units for a quota on money
 PAST_COUNTER_BATCHES_MAX = 50  # per run: a few seconds, during which the worker does nothing else
@@ -83,6 +92,10 @@ NO_OVERRIDE: dict[str, object] = {
     "override_reason": None,
 }
 SETTABLE = tuple(each for each in QuotaDimension if each is not QuotaDimension.PREPAID_CREDIT_PICOS)
+OF_SELECTOR = (
+    "this limit comes from a selector: change the selector, or set a limit of this end user or"
+    " label value, which then applies instead"
+)
 OF_CREDIT = (
     "prepaid credit cannot be set as a limit: grant credit, or make the organization no longer"
     " prepaid only"
@@ -105,45 +118,55 @@ async def set_quota(
     of a new limit are the defaults. With `for_new_keys` the limit does not apply to the subject,
     but is copied to each key created under it from then on. A new limit includes the past usage of
     its window, counted now or, if the list `later` is given, by a `recount` at the end of the
-    transaction. A temporary override that does not exceed the new limit ends. Raises: NotFound,
-    InvalidValue.
+    transaction. With `for_each` the limit is a selector; with `end_user` or `label` it is one of
+    that usage subject, and wins over the selector that would give it one. A temporary override that
+    does not exceed the new limit ends. Raises: NotFound, InvalidValue.
     """
     if key.dimension is QuotaDimension.PREPAID_CREDIT_PICOS:
         raise InvalidValue("dimension", OF_CREDIT)
-    if key.for_new_keys and subject is QuotaSubject.API_KEY:
-        raise InvalidValue(
-            "for_new_keys", "must be set on an organization or a project, not on a key"
-        )
-    if key.model:
-        checked_model(key.model)
+    check_key(key, subject)
     subject_id, organization_id = await find_subject(session, subject, subject_ref)
     await lock_subject(session, subject, subject_id)
-    identity = {"subject_id": subject_id, **asdict(key)}
+    identity, is_unused = await _identity(session, key, subject, subject_id, organization_id)
+    selector = aliased(Quota)
     is_set = and_(
         *(getattr(Quota, column) == value for column, value in identity.items()),
         Quota.deleted_at.is_(None),
+        selector.deleted_at.is_(None),
     )
-    old = await session.scalar(
-        select(Quota).where(is_set).execution_options(populate_existing=True)
-    )
+    found = (
+        await session.execute(
+            select(Quota, selector)
+            .outerjoin(selector, selector.id == Quota.selector_id)
+            .where(is_set)
+            .order_by(Quota.selector_id.nulls_first())
+            .limit(1)
+            .execution_options(populate_existing=True)
+        )
+    ).one_or_none()
+    old: Quota | None = None
+    given_by: Quota | None = None
+    if found is not None:
+        old, given_by = found
+    old_terms = old if given_by is None else given_by
     before = None if old is None else snapshot(old)
+    weights_before = None if old_terms is None else weights_of(old_terms)
     if callable(terms):
-        terms = terms(QuotaTerms(0) if old is None else record_of(QuotaTerms, old))
+        terms = terms(QuotaTerms(0) if old_terms is None else record_of(QuotaTerms, old_terms))
     values = checked_terms(key.dimension, terms)
     if old is None:
         quota = (
-            await session.scalars(
-                insert(Quota).values(subject=subject, **identity, **values).returning(Quota)
-            )
+            await session.scalars(insert(Quota).values(**identity, **values).returning(Quota))
         ).one()
+    elif old.selector_id is not None:  # its own limit takes over from the selector's, with the use
+        quota = await _update(session, old.id, values | NO_OVERRIDE | {"selector_id": None})
     else:
         if old.override_limit_value is not None and old.override_limit_value <= terms.limit_value:
             values |= NO_OVERRIDE
         quota = await _update(session, old.id, values)
     after = snapshot(quota)
     if not key.for_new_keys and (
-        before is None
-        or any(before[name] != after[name] for name in after if name.endswith("weight_milli"))
+        not is_unused if weights_before is None else weights_of(quota) != weights_before
     ):
         if later is None:
             await recount(session, [(quota, organization_id)])
@@ -172,6 +195,8 @@ async def override_quota(
         values = NO_OVERRIDE
     else:
         now = await database_now(session)
+        if quota.selector_id is not None:
+            raise InvalidValue("quota_id", OF_SELECTOR)
         if quota.for_new_keys:
             raise InvalidValue(
                 "quota_id",
@@ -205,10 +230,44 @@ async def delete_quota(session: AsyncSession, *, quota_id: str, actor: str) -> N
 
 
 async def retire_quota(session: AsyncSession, quota: Quota, actor: str) -> None:
-    """Mark a quota as deleted. Its row is kept for the holds charged to it."""
+    """Mark a quota as deleted. Its row is kept for the holds charged to it.
+
+    A limit of a usage subject that a selector also concerns becomes one of the selector, and keeps
+    its usage. The limits of a deleted selector end with it.
+    """
+    if quota.selector_id is not None:
+        raise InvalidValue("quota_id", OF_SELECTOR)
     before = snapshot(quota)
-    await session.execute(update(Quota).where(Quota.id == quota.id).values(deleted_at=func.now()))
+    selector, organization_id = await _selector_for(session, quota)
+    if selector is None:
+        values: dict[str, object] = {"deleted_at": func.now()}
+    else:
+        values = NO_OVERRIDE | {"selector_id": selector.id} | values_of(QuotaTerms, selector)
+    weights = weights_of(quota)
+    changed = await _update(session, quota.id, values)
     await record_change(session, actor, "quota.delete", str(quota.id), before=before)
+    if selector is not None and organization_id is not None and weights_of(selector) != weights:
+        await recount(session, [(changed, organization_id)])
+
+
+async def _selector_for(
+    session: AsyncSession, quota: Quota
+) -> tuple[Quota | None, uuid.UUID | None]:
+    """Find the selector that also concerns a limit's usage subject, and its organization."""
+    if quota.within_id is None:
+        return None, None
+    member = await session.get_one(UsageSubject, quota.subject_id)
+    for_each = FOR_LABEL + member.label_key if member.label_key else FOR_END_USERS
+    selector = await session.scalar(
+        select(Quota).where(
+            Quota.subject_id == quota.within_id,
+            Quota.for_each == for_each,
+            Quota.model == quota.model,
+            Quota.dimension == quota.dimension,
+            Quota.deleted_at.is_(None),
+        )
+    )
+    return selector, member.organization_id
 
 
 async def delete_past_counters(session: AsyncSession, limit: int = PAST_COUNTERS_MAX) -> int:
@@ -258,6 +317,54 @@ async def delete_all_past_counters(sessions: Sessions, limit: int = PAST_COUNTER
         if batch_count < limit:
             break
     return deleted_count
+
+
+def check_key(key: QuotaKey, subject: QuotaSubject) -> None:
+    """Validate what a limit is set on. Raises: InvalidValue."""
+    given = [
+        name for name in ("for_new_keys", "for_each", "end_user", "label") if getattr(key, name)
+    ]
+    if len(given) > 1:
+        raise InvalidValue(given[1], f"cannot be combined with {given[0]}: leave one of them out")
+    if given and subject not in (QuotaSubject.ORGANIZATION, QuotaSubject.PROJECT):
+        raise InvalidValue(given[0], "must be set on an organization or a project, not on a key")
+    if key.for_each and key.for_each != FOR_END_USERS:
+        if not key.for_each.startswith(FOR_LABEL):
+            raise InvalidValue("for_each", "must be end_user, or label:KEY such as label:team")
+        checked_label_key(key.for_each.removeprefix(FOR_LABEL), "for_each")
+    if key.model:
+        checked_model(key.model)
+
+
+async def _identity(
+    session: AsyncSession,
+    key: QuotaKey,
+    subject: QuotaSubject,
+    subject_id: uuid.UUID,
+    organization_id: uuid.UUID,
+) -> tuple[dict[str, object], bool]:
+    """Build the columns that identify a limit; also return whether it is of a new end user.
+
+    An end user without a row has made no request, so that there is no usage to count.
+    """
+    columns: dict[str, object] = {
+        "subject": subject,
+        "subject_id": subject_id,
+        "within_id": None,
+        "dimension": key.dimension,
+        "model": key.model,
+        "for_new_keys": key.for_new_keys,
+        "for_each": key.for_each,
+    }
+    if not key.end_user and not key.label:
+        return columns, False
+    kind, label_key, name = QuotaSubject.END_USER, "", checked_end_user(key.end_user)
+    if key.label:
+        kind, (label_key, name) = QuotaSubject.LABEL, checked_label(key.label)
+    member, is_new = await create_usage_subject(session, organization_id, kind, label_key, name)
+    is_unused = is_new and kind is QuotaSubject.END_USER
+    of_member = {"subject": kind, "subject_id": member.id, "within_id": subject_id}
+    return columns | of_member, is_unused
 
 
 async def find_subject(
@@ -338,7 +445,11 @@ async def _existing(session: AsyncSession, quota_id: str) -> Quota:
         raise NotFound("quota", quota_id)
     if quota.dimension == QuotaDimension.PREPAID_CREDIT_PICOS:
         raise InvalidValue("quota_id", OF_CREDIT)
-    await lock_subject(session, QuotaSubject(quota.subject), quota.subject_id)
+    if quota.within_id is None:
+        await lock_subject(session, QuotaSubject(quota.subject), quota.subject_id)
+    else:
+        for scope in (QuotaSubject.ORGANIZATION, QuotaSubject.PROJECT):
+            await lock_subject(session, scope, quota.within_id)
     await session.refresh(quota)
     if quota.deleted_at is not None:
         raise NotFound("quota", quota_id)

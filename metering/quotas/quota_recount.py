@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -23,10 +23,20 @@ from typing import Any
 from sqlalchemy import delete, func, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.models import Hold, HoldState, Quota, QuotaCounter, QuotaDimension, TokenKind
+from metering.core.models import (
+    Hold,
+    HoldState,
+    Quota,
+    QuotaCounter,
+    QuotaDimension,
+    QuotaSubject,
+    TokenKind,
+    UsageSubject,
+)
 from metering.pricing.prices import PRICES
 from metering.quotas.quota_rules import (
     DIMENSIONS,
+    FOR_LABEL,
     Kind,
     Unit,
     token_scale,
@@ -54,7 +64,7 @@ COLUMNS = """
     h.posted_minutes, h.posted_token_count AS posted_tokens, h.admitted_at, h.charged_at,
     h.input_token_count AS sent, h.cached_input_token_count AS cached,
     h.leased_token_count AS leased, h.reasoning_token_count AS reasoning, h.price_version_id,
-    h.embedding,
+    h.embedding, h.end_user_id, h.labels,
 """
 OF_SUBJECTS = """
 (
@@ -120,8 +130,11 @@ WITH quotas AS (
     SELECT * FROM unnest(
         CAST(:numbers AS bigint[]), CAST(:subjects AS uuid[]), CAST(:models AS text[]),
         CAST(:inputs AS bigint[]), CAST(:cached_inputs AS bigint[]), CAST(:outputs AS bigint[]),
-        CAST(:divisors AS bigint[]), CAST(:lifetimes AS boolean[])
-    ) AS a(number, subject_id, model, input, cached_input, output, divisor, is_lifetime)
+        CAST(:divisors AS bigint[]), CAST(:lifetimes AS boolean[]),
+        CAST(:for_each AS text[]), CAST(:end_users AS uuid[]),
+        CAST(:label_keys AS text[]), CAST(:label_values AS text[])
+    ) AS a(number, subject_id, model, input, cached_input, output, divisor, is_lifetime, for_each,
+        end_user_id, label_key, label_value)
 ), windows AS (
     SELECT * FROM unnest(
         CAST(:windows AS bigint[]), CAST(:starts AS timestamptz[]), CAST(:ends AS timestamptz[])
@@ -141,6 +154,8 @@ WITH quotas AS (
     JOIN holds h ON h.id = e.hold_id
     WHERE :settled
       AND e.organization_id = ANY(:organization_ids)
+      AND (CAST(:end_user_ids AS uuid[]) IS NULL
+           OR e.end_user_id = ANY(CAST(:end_user_ids AS uuid[])))
       AND e.settled_at >= :since
       AND e.part = 0
       AND (coalesce(e.receipt_sequence, 0) > coalesce(r.last_sequence, 0)) = :beyond
@@ -173,7 +188,11 @@ WITH quotas AS (
     ) e
     WHERE {OF_SUBJECTS}
 ), weighted AS (
-    SELECT c.*, a.number, a.divisor, a.is_lifetime,
+    SELECT c.*, a.number, a.divisor, a.is_lifetime, CASE
+            WHEN a.for_each = '' THEN ''
+            WHEN a.for_each = 'end_user' THEN c.end_user_id::text
+            ELSE c.labels ->> a.label_key
+        END AS member,
         coalesce(a.input, CASE
             WHEN embedding THEN p.embedding_picos_per_token
             ELSE p.input_picos_per_token
@@ -190,6 +209,11 @@ WITH quotas AS (
     ) AS s(subject_id)
     JOIN quotas a
         ON a.subject_id = s.subject_id AND (a.model = '' OR a.model = c.charged_model)
+       AND (a.end_user_id IS NULL OR a.end_user_id = c.end_user_id)
+       AND (a.for_each <> 'end_user' OR c.end_user_id IS NOT NULL)
+       AND (a.label_key IS NULL
+            OR c.labels ->> a.label_key = coalesce(
+                a.label_value, nullif(c.labels ->> a.label_key, '')))
     JOIN price_versions p ON p.id = c.price_version_id
 )
 """
@@ -226,7 +250,7 @@ AMOUNTS = f"""
         END AS held
     FROM posted
 )
-SELECT number, window_start,
+SELECT number, member, window_start,
     least(
         sum({posted_at("window_end")} - {posted_at("window_start")}), {USED_MAX}
     )::bigint AS used,
@@ -236,23 +260,23 @@ SELECT number, window_start,
     END)::bigint AS held
 FROM charged
 JOIN windows USING (number)
-GROUP BY number, window_start
+GROUP BY number, member, window_start
 """
 
 REQUESTS = """
-SELECT number, window_start, count(*) AS used, 0 AS held
+SELECT number, member, window_start, count(*) AS used, 0 AS held
 FROM weighted
 JOIN windows USING (number)
 WHERE admitted_at >= window_start AND admitted_at < window_end AND state <> 'voided'
-GROUP BY number, window_start
+GROUP BY number, member, window_start
 """
 
 CONCURRENCY = """
-SELECT number, window_start, 0 AS used, count(*) AS held
+SELECT number, member, window_start, 0 AS used, count(*) AS held
 FROM weighted
 JOIN windows USING (number)
 WHERE state = 'held'
-GROUP BY number, window_start
+GROUP BY number, member, window_start
 """
 
 TAILS = {
@@ -298,14 +322,54 @@ WHERE h.id = n.hold_id
 """)
 
 
+SELECT_MEMBER_QUOTAS = text("""
+SELECT subject_id, id, selector_id
+FROM quotas
+WHERE within_id = :within_id
+  AND subject_id = ANY(:subject_ids)
+  AND model = :model
+  AND dimension = :dimension
+  AND deleted_at IS NULL
+  AND (selector_id IS NULL OR selector_id = :selector_id)
+""")
+INSERT_MEMBER_QUOTAS = text("""
+INSERT INTO quotas (id, subject, subject_id, within_id, selector_id, model, dimension, limit_value)
+SELECT m.id, :subject, m.subject_id, s.subject_id, s.id, s.model, s.dimension, s.limit_value
+FROM unnest(CAST(:ids AS uuid[]), CAST(:subject_ids AS uuid[])) AS m(id, subject_id),
+    quotas s
+WHERE s.id = :selector_id
+""")
+INSERT_LABEL_VALUES = text("""
+INSERT INTO usage_subjects (organization_id, kind, label_key, name)
+SELECT :organization_id, 'label', :label_key, name
+FROM unnest(CAST(:names AS text[])) AS n(name)
+ORDER BY name
+ON CONFLICT DO NOTHING
+""")
+# Limits that admissions took from a selector while the subject got one of its own.
+RETIRE_GIVEN = text("""
+UPDATE quotas q
+SET deleted_at = now()
+FROM quotas o
+WHERE o.id = ANY(:quota_ids)
+  AND o.within_id IS NOT NULL
+  AND o.selector_id IS NULL
+  AND (q.subject_id, q.model, q.dimension, q.within_id)
+      = (o.subject_id, o.model, o.dimension, o.within_id)
+  AND q.selector_id IS NOT NULL
+  AND q.deleted_at IS NULL
+""")
+
 # By project: sequence number and settlement time of its last receipt.
 Heads = dict[uuid.UUID, tuple[int, datetime]]
 
 
 @dataclass(slots=True)
 class Recount:
-    """Recount of one quota: used and held amounts by window, and live holds.
+    """Recount of one quota: used and held amounts by member and window, and live holds.
 
+    A selector's members are its end users' ids or label values; any other quota has one, which is
+    empty. `label` is the key and value that the quota limits, None for each value of the key.
     `number` is the index among the quotas counted together. `early` are the windows whose
     settlements were summed before admissions were blocked.
     """
@@ -313,11 +377,35 @@ class Recount:
     number: int
     quota: Quota
     organization_id: uuid.UUID
+    label: tuple[str, str | None] | None = None
     early: frozenset[Window] = frozenset()
     windows: set[Window] = field(default_factory=set)
-    live_ids: list[uuid.UUID] = field(default_factory=list)
-    used: Counter[datetime] = field(default_factory=Counter)
-    held: Counter[datetime] = field(default_factory=Counter)
+    live: list[tuple[uuid.UUID, str]] = field(default_factory=list)  # with their member
+    used: Counter[tuple[str, datetime]] = field(default_factory=Counter)
+    held: Counter[tuple[str, datetime]] = field(default_factory=Counter)
+
+    @property
+    def scope_id(self) -> uuid.UUID:
+        """Id of the organization, project or key whose holds it counts."""
+        return self.quota.within_id or self.quota.subject_id
+
+    @property
+    def end_user_id(self) -> uuid.UUID | None:
+        """The end user that it limits; None for any other quota."""
+        is_one = self.quota.subject == QuotaSubject.END_USER
+        return self.quota.subject_id if is_one else None
+
+    def member_of(self, end_user_id: uuid.UUID | None, labels: Mapping[str, str]) -> str | None:
+        """Return the member of a hold as in CHARGES; None if the quota does not count it."""
+        if self.label is not None:
+            key, value = self.label
+            given = labels.get(key, "")
+            if not given or value not in (None, given):
+                return None
+            return given if value is None else ""
+        if self.quota.for_each:
+            return None if end_user_id is None else str(end_user_id)
+        return "" if self.end_user_id in (None, end_user_id) else None
 
     @property
     def dimension(self) -> QuotaDimension:
@@ -352,7 +440,11 @@ async def recount(session: AsyncSession, uncounted: Sequence[Uncounted]) -> None
     """
     if not uncounted:
         return
-    recounts = [Recount(number, *each) for number, each in enumerate(uncounted)]
+    labels = await _labels_of(session, [quota for quota, _ in uncounted])
+    recounts = [
+        Recount(number, quota, organization_id, labels.get(quota.id))
+        for number, (quota, organization_id) in enumerate(uncounted)
+    ]
     await session.execute(text(f"SET LOCAL statement_timeout = {EARLY_TIMEOUT_MS}"))
     now = await _clock(session)
     await _find_live(session, recounts, lock=False)
@@ -395,7 +487,7 @@ async def _find_live(session: AsyncSession, recounts: Sequence[Recount], *, lock
     """Record the live holds of all subjects and their windows. `lock` also locks the holds."""
     by_subject: defaultdict[uuid.UUID, list[Recount]] = defaultdict(list)
     for each in recounts:
-        by_subject[each.quota.subject_id].append(each)
+        by_subject[each.scope_id].append(each)
     subject_ids = list(by_subject)
     of_subjects = or_(
         *(
@@ -411,17 +503,20 @@ async def _find_live(session: AsyncSession, recounts: Sequence[Recount], *, lock
         Hold.model,
         Hold.admitted_at,
         Hold.charged_at,
+        Hold.end_user_id,
+        Hold.labels,
     )
     query = select(*columns).where(Hold.state == HoldState.HELD, of_subjects).order_by(Hold.id)
     live = (await session.execute(query.with_for_update() if lock else query)).all()
     now = await _clock(session)
     for each in recounts:
-        each.windows, each.live_ids = _windows_about(each.dimension, now), []
+        each.windows, each.live = _windows_about(each.dimension, now), []
     for row in live:
         for subject_id in (row.organization_id, row.project_id, row.api_key_id):
             for each in by_subject.get(subject_id, ()):
-                if each.quota.model in ("", row.model):
-                    each.live_ids.append(row.id)
+                member = each.member_of(row.end_user_id, row.labels)
+                if member is not None and each.quota.model in ("", row.model):
+                    each.live.append((row.id, member))
                     each.windows.add(
                         _window(
                             each.dimension,
@@ -462,21 +557,28 @@ async def _sum_up(
             "project_ids": list(share.heads),
             "sequences": [last_sequence for last_sequence, _ in share.heads.values()],
         }
-        for number, start, used, held in await session.execute(text(CHARGES + tail), values):
-            by_number[number].used[start] += used
-            by_number[number].held[start] += held
+        rows = await session.execute(text(CHARGES + tail), values)
+        for number, member, start, used, held in rows:
+            by_number[number].used[member, start] += used
+            by_number[number].held[member, start] += held
 
 
 def _values(group: Sequence[tuple[Recount, Collection[Window]]]) -> dict[str, Any]:
     """Build the parameters of CHARGES for these quotas."""
     quotas = [each.quota for each, _ in group]
     scales = [token_scale(each.dimension, weights_of(each.quota)) for each, _ in group]
+    end_user_ids = [each.end_user_id for each, _ in group]
     windows = [(each.number, start, end) for each, of_each in group for start, end in of_each]
     return {
         "organization_ids": list({each.organization_id for each, _ in group}),
-        "subject_ids": list({quota.subject_id for quota in quotas}),
+        "subject_ids": list({each.scope_id for each, _ in group}),
         "numbers": [each.number for each, _ in group],
-        "subjects": [quota.subject_id for quota in quotas],
+        "subjects": [each.scope_id for each, _ in group],
+        "for_each": [quota.for_each for quota in quotas],
+        "end_users": [each.end_user_id for each, _ in group],
+        "end_user_ids": end_user_ids if all(end_user_ids) else None,
+        "label_keys": [each.label[0] if each.label else None for each, _ in group],
+        "label_values": [each.label[1] if each.label else None for each, _ in group],
         "models": [quota.model for quota in quotas],
         "inputs": [scale and scale.input for scale in scales],
         "cached_inputs": [scale and scale.cached_input for scale in scales],
@@ -491,24 +593,111 @@ def _values(group: Sequence[tuple[Recount, Collection[Window]]]) -> dict[str, An
 
 async def _write(session: AsyncSession, recounts: Sequence[Recount]) -> None:
     """Write the summed counters, and charge the live holds to the quotas."""
+    ids = [each.quota.id for each in recounts]
+    given = select(Quota.id).where(Quota.selector_id.in_(ids), Quota.deleted_at.is_(None))
     await session.execute(
-        delete(QuotaCounter).where(QuotaCounter.quota_id.in_([each.quota.id for each in recounts]))
+        delete(QuotaCounter).where(
+            or_(QuotaCounter.quota_id.in_(ids), QuotaCounter.quota_id.in_(given))
+        )
     )
-    rows = [
-        (each.quota.id, start, min(each.used[start], USED_MAX), each.held[start])
+    await session.execute(RETIRE_GIVEN, {"quota_ids": ids})
+    members = {
+        each.number: await _member_quotas(session, each) if each.quota.for_each else {}
         for each in recounts
-        for start, _ in each.windows
-        if each.used[start] or each.held[start]
+    }
+
+    def quota_of(each: Recount, member: str) -> uuid.UUID | None:
+        return members[each.number].get(member) if each.quota.for_each else each.quota.id
+
+    rows = [
+        (quota_id, start, min(each.used[member, start], USED_MAX), each.held[member, start])
+        for each in recounts
+        for member, start in {**each.used, **each.held}
+        if each.used[member, start] or each.held[member, start]
+        if any(start == present for present, _ in each.windows)
+        if (quota_id := quota_of(each, member)) is not None
     ]
     if rows:
         quota_ids, starts, used, held = map(list, zip(*rows, strict=True))
         await session.execute(
             INSERT_COUNTERS, {"quota_ids": quota_ids, "starts": starts, "used": used, "held": held}
         )
-    charged = [(hold_id, each.quota.id) for each in recounts for hold_id in each.live_ids]
+    charged = [
+        (hold_id, quota_id)
+        for each in recounts
+        for hold_id, member in each.live
+        if (quota_id := quota_of(each, member)) is not None
+    ]
     if charged:
         hold_ids, quota_ids = map(list, zip(*charged, strict=True))
         await session.execute(CHARGE_HOLDS, {"hold_ids": hold_ids, "quota_ids": quota_ids})
+
+
+async def _member_quotas(session: AsyncSession, each: Recount) -> dict[str, uuid.UUID]:
+    """Find or create the limits that a selector gives to its members with usage.
+
+    Members with a limit of their own are left out: it wins.
+    """
+    selector = each.quota
+    used = {member for counts in (each.used, each.held) for member, _ in counts if member}
+    used |= {member for _, member in each.live}
+    if each.label is None:
+        subject_ids = {member: uuid.UUID(member) for member in used}
+    else:
+        of_key = {"organization_id": each.organization_id, "label_key": each.label[0]}
+        await session.execute(INSERT_LABEL_VALUES, of_key | {"names": list(used)})
+        found = select(UsageSubject.name, UsageSubject.id).where(
+            UsageSubject.organization_id == each.organization_id,
+            UsageSubject.kind == QuotaSubject.LABEL,
+            UsageSubject.label_key == each.label[0],
+            UsageSubject.name.in_(used),
+        )
+        subject_ids = {
+            name: subject_id for name, subject_id in await session.execute(found) if name
+        }
+    values = {
+        "within_id": selector.subject_id,
+        "subject_ids": list(subject_ids.values()),
+        "model": selector.model,
+        "dimension": selector.dimension,
+        "selector_id": selector.id,
+    }
+    present = {row[0]: row[1:] for row in await session.execute(SELECT_MEMBER_QUOTAS, values)}
+    own = {subject_id for subject_id, row in present.items() if row[1] is None}
+    new = {each: uuid.uuid4() for each in subject_ids.values() if each not in present}
+    if new:
+        subject = QuotaSubject.END_USER if each.label is None else QuotaSubject.LABEL
+        created = {"ids": list(new.values()), "subject_ids": list(new)}
+        await session.execute(
+            INSERT_MEMBER_QUOTAS, created | {"subject": subject, "selector_id": selector.id}
+        )
+    return {
+        member: new[subject_id] if subject_id in new else present[subject_id][0]
+        for member, subject_id in subject_ids.items()
+        if subject_id not in own
+    }
+
+
+async def _labels_of(
+    session: AsyncSession, quotas: Sequence[Quota]
+) -> dict[uuid.UUID, tuple[str, str | None]]:
+    """Return the label key and value that each quota limits; a selector has no value."""
+    labels: dict[uuid.UUID, tuple[str, str | None]] = {
+        quota.id: (quota.for_each.removeprefix(FOR_LABEL), None)
+        for quota in quotas
+        if quota.for_each.startswith(FOR_LABEL)
+    }
+    of_values = [quota for quota in quotas if quota.subject == QuotaSubject.LABEL]
+    if of_values:
+        ids = [quota.subject_id for quota in of_values]
+        rows = await session.execute(
+            select(UsageSubject.id, UsageSubject.label_key, UsageSubject.name).where(
+                UsageSubject.id.in_(ids)
+            )
+        )
+        names = {row[0]: (row[1], row[2]) for row in rows}
+        labels |= {quota.id: names[quota.subject_id] for quota in of_values}
+    return labels
 
 
 async def _clock(session: AsyncSession) -> datetime:

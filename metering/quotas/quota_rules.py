@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import NamedTuple, Protocol, overload
@@ -28,6 +28,9 @@ NO_WINDOW = datetime(1970, 1, 1, tzinfo=UTC)  # the one "window" of a dimension 
 MINUTE = timedelta(minutes=1)
 
 WEIGHT_SCALE = 1000  # weights are thousandths
+
+# `for_each` of a selector: each end user, or each value of the label after the prefix.
+FOR_END_USERS, FOR_LABEL = "end_user", "label:"
 
 # A quota's id as a number, and the start of a window. UUIDs hash and compare in Python, at ten
 # times the cost of a number, and a batch looks counters up hundreds of times.
@@ -205,6 +208,11 @@ class QuotaRule:
     `limit_value` is the limit in force, including an override; None for a quota that was removed
     while holds were charged to it. If `enforced` is False, it counts but refuses nothing.
     `base_limit_value` is the limit without the override, which ends at `override_until`.
+
+    A rule of an end user or label value counts requests within `within_id`; its `selector_id` is
+    None if it has terms of its own. `subject_name` is the end user, or `KEY=VALUE`. `scope_name` is
+    the project within which it counts, empty for the organization. With `for_each` the rule is a
+    selector, which charges nothing itself.
     """
 
     id: uuid.UUID
@@ -217,6 +225,11 @@ class QuotaRule:
     enforced: bool = True
     base_limit_value: int | None = None
     override_until: datetime | None = None
+    for_each: str = ""
+    within_id: uuid.UUID | None = None
+    selector_id: uuid.UUID | None = None
+    subject_name: str = ""
+    scope_name: str = ""
     number: int = field(init=False, compare=False, repr=False)  # first part of its counter keys
     window: int = field(init=False, compare=False, repr=False)  # index of its window in `UNITS`
     kind: Kind = field(init=False, compare=False, repr=False)
@@ -236,6 +249,25 @@ class QuotaRule:
         object.__setattr__(self, "token_scale", token_scale(self.dimension, self.weights))
         object.__setattr__(self, "is_used_at_once", kind is Kind.REQUESTS)
         object.__setattr__(self, "counts_tokens", kind is Kind.TOKENS or kind is Kind.MONEY)
+
+    @property
+    def target(self) -> tuple[uuid.UUID, QuotaDimension, str]:
+        """Scope, dimension and model: a subject has one limit in force for each target."""
+        return self.within_id or self.subject_id, self.dimension, self.model
+
+    def of_subject(self, number: int, subject_id: uuid.UUID, name: str) -> QuotaRule:
+        """Build the rule that this selector gives to a usage subject."""
+        kind = QuotaSubject.END_USER if self.for_each == FOR_END_USERS else QuotaSubject.LABEL
+        return replace(
+            self,
+            id=uuid.UUID(int=number),
+            subject=kind,
+            subject_id=subject_id,
+            for_each="",
+            within_id=self.subject_id,
+            selector_id=self.id,
+            subject_name=name,
+        )
 
     @property
     def unit(self) -> Unit | None:

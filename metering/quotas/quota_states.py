@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
-from sqlalchemy import Select, and_, case, func, literal, or_, select, union_all
+from sqlalchemy import Select, and_, case, func, literal, or_, select, tuple_, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import aliased
 
 from metering.core.models import (
     ApiKey,
@@ -22,8 +23,17 @@ from metering.core.models import (
     QuotaDimension,
     QuotaSubject,
     QuotaTerms,
+    UsageSubject,
 )
-from metering.quotas.quota_rules import QuotaRule, QuotaState, Weights, window_start
+from metering.quotas.quota_rules import (
+    FOR_END_USERS,
+    FOR_LABEL,
+    Payer,
+    QuotaRule,
+    QuotaState,
+    Weights,
+    window_start,
+)
 from metering.tenants.tenants import find_organization
 
 SUBJECT_ORDER = list(QuotaSubject)
@@ -47,8 +57,11 @@ class EffectiveQuota:
 async def list_quotas(
     session: AsyncSession, *, organization: str | None = None
 ) -> list[QuotaState]:
-    """List all limits, or those of one organization with its projects and keys."""
-    query = select(Quota)
+    """List all limits, or those of one organization with its projects, keys and label values.
+
+    Those of end users, and those that selectors give, are left out: `usage_subject_quotas`.
+    """
+    query = select(Quota).where(Quota.selector_id.is_(None), Quota.subject != QuotaSubject.END_USER)
     if organization:
         owner = (await find_organization(session, organization)).id
         projects = select(Project.id).where(Project.organization_id == owner)
@@ -58,16 +71,85 @@ async def list_quotas(
                 Quota.subject_id == owner,
                 Quota.subject_id.in_(projects),
                 Quota.subject_id.in_(keys),
+                and_(Quota.within_id.is_not(None), Quota.within_id == owner),
+                and_(Quota.within_id.is_not(None), Quota.within_id.in_(projects)),
             )
         )
     return await states(session, query)
+
+
+async def usage_subject_quotas(
+    session: AsyncSession, usage_subject_id: uuid.UUID
+) -> list[QuotaState]:
+    """List the limits of an end user or label value, its own and those that selectors gave it."""
+    return await states(session, select(Quota).where(Quota.subject_id == usage_subject_id))
+
+
+async def member_quotas_for(
+    session: AsyncSession,
+    *,
+    payer: Payer,
+    model: str,
+    end_user: str = "",
+    labels: Mapping[str, str] | None = None,
+) -> list[QuotaState]:
+    """List the limits on requests with this end user and these labels, beside those of the key.
+
+    A limit that a selector would give with the first request is included, without usage.
+    """
+    names = [(FOR_LABEL + key, "label", key, value) for key, value in (labels or {}).items()]
+    if end_user:
+        names.append((FOR_END_USERS, "end_user", "", end_user))
+    if not names:
+        return []
+    scopes = (payer.organization_id, payer.project_id)
+    identity = tuple_(UsageSubject.kind, UsageSubject.label_key, UsageSubject.name)
+    rows = await session.scalars(
+        select(UsageSubject).where(
+            UsageSubject.organization_id == payer.organization_id,
+            identity.in_([name[1:] for name in names]),
+        )
+    )
+    ids = {(row.kind, row.label_key, row.name): row.id for row in rows}
+    of_model = Quota.model.in_(("", model))
+    present = await states(
+        session,
+        select(Quota).where(
+            Quota.subject_id.in_(ids.values()), Quota.within_id.in_(scopes), of_model
+        ),
+    )
+    own = {(state.subject_id, state.rule.target) for state in present if not state.rule.selector_id}
+    found = [
+        state
+        for state in present
+        if not state.rule.selector_id or (state.subject_id, state.rule.target) not in own
+    ]
+    taken = {(state.subject_id, state.rule.target) for state in found}
+    selectors = await states(
+        session,
+        select(Quota).where(
+            Quota.subject_id.in_(scopes), Quota.for_each.in_([name[0] for name in names]), of_model
+        ),
+    )
+    for state in selectors:
+        for for_each, *name in names:
+            if for_each != state.rule.for_each or not name[2]:
+                continue
+            subject_id = ids.get((name[0], name[1], name[2]), uuid.uuid4())
+            if (subject_id, state.rule.target) not in taken:
+                shown = f"{name[1]}={name[2]}" if name[1] else name[2]
+                rule = state.rule.of_subject(uuid.uuid4().int, subject_id, shown)
+                found.append(QuotaState(rule, 0, 0, state.now, shown))
+    return found
 
 
 async def quotas_for(
     session: AsyncSession, *, subject_ids: Collection[uuid.UUID], model: str | None = None
 ) -> list[QuotaState]:
     """List the limits on requests of these subjects to a model, or to every model if it is None."""
-    query = select(Quota).where(Quota.subject_id.in_(subject_ids), Quota.for_new_keys.is_(False))
+    query = select(Quota).where(
+        Quota.subject_id.in_(subject_ids), Quota.for_new_keys.is_(False), Quota.for_each == ""
+    )
     if model is not None:
         query = query.where(Quota.model.in_(("", model)))
     return await states(session, query)
@@ -76,6 +158,7 @@ async def quotas_for(
 async def states(session: AsyncSession, query: Select[Quota]) -> list[QuotaState]:
     """Run a query for quotas; return the active ones with the counters of the current windows."""
     now: datetime = (await session.scalars(select(func.clock_timestamp()))).one()
+    selector = aliased(Quota)
     starts = case(*((Quota.dimension == d, literal(window_start(d, now))) for d in QuotaDimension))
     counted = (
         query.where(Quota.deleted_at.is_(None))
@@ -83,16 +166,20 @@ async def states(session: AsyncSession, query: Select[Quota]) -> list[QuotaState
             QuotaCounter,
             and_(QuotaCounter.quota_id == Quota.id, QuotaCounter.window_start == starts),
         )
+        .outerjoin(selector, selector.id == Quota.selector_id)
+        .where(selector.deleted_at.is_(None))
         .add_columns(
+            selector,
             *(
                 func.coalesce(each, 0)
                 for each in (QuotaCounter.used, QuotaCounter.held, QuotaCounter.would_refuse_count)
-            )
+            ),
         )
     )
     rows = (await session.execute(counted)).all()
-    names = await subject_names(session, {row[0].subject_id for row in rows})
-    return sorted((_state(row[0], row[1:], now, names) for row in rows), key=sort_key)
+    ids = {each for row in rows for each in (row[0].subject_id, row[0].within_id) if each}
+    names = await subject_names(session, ids)
+    return sorted((_state(row[0], row[1], row[2:], now, names) for row in rows), key=sort_key)
 
 
 def effective(quotas: Sequence[QuotaState]) -> list[EffectiveQuota]:
@@ -172,35 +259,60 @@ def sort_key(state: QuotaState) -> tuple[int, str, int, str, bool]:
 async def subject_names(
     session: AsyncSession, subject_ids: Collection[uuid.UUID]
 ) -> dict[uuid.UUID, str]:
-    """Look up display names: of organizations, projects ("org/project"), and key prefixes."""
+    """Look up display names: of organizations, projects ("org/project"), keys and usage subjects.
+
+    A key has its prefix, an end user the name that its customer gave it, a label `KEY=VALUE`.
+    """
     organizations = select(Organization.id, Organization.name)
     projects = select(Project.id, Organization.name + "/" + Project.name).join(
         Organization, Organization.id == Project.organization_id
     )
     keys = select(ApiKey.id, ApiKey.prefix)
+    label = UsageSubject.label_key + "=" + UsageSubject.name
+    members = select(
+        UsageSubject.id,
+        func.coalesce(case((UsageSubject.kind == "label", label), else_=UsageSubject.name), ""),
+    )
     queries = (
         organizations.where(Organization.id.in_(subject_ids)),
         projects.where(Project.id.in_(subject_ids)),
         keys.where(ApiKey.id.in_(subject_ids)),
+        members.where(UsageSubject.id.in_(subject_ids)),
     )
     return {row[0]: row[1] for row in await session.execute(union_all(*queries))}
 
 
 def _state(
-    quota: Quota, counts: Sequence[int], now: datetime, names: Mapping[uuid.UUID, str]
+    quota: Quota,
+    selector: Quota | None,
+    counts: Sequence[int],
+    now: datetime,
+    names: Mapping[uuid.UUID, str],
 ) -> QuotaState:
     used, held, would_refuse_count = counts
-    rule = rule_now(quota, now)
+    terms = selector or quota
+    scope = names.get(quota.within_id or quota.subject_id, "")
+    rule = replace(
+        rule_now(terms, now),
+        id=quota.id,
+        subject=QuotaSubject(quota.subject),
+        subject_id=quota.subject_id,
+        for_each=quota.for_each,
+        within_id=quota.within_id,
+        selector_id=quota.selector_id,
+        subject_name=names.get(quota.subject_id, "") if quota.within_id else "",
+        scope_name=scope.partition("/")[2] if quota.within_id or quota.for_each else "",
+    )
     return QuotaState(
         rule,
         used,
         held,
         now,
         subject_name=names.get(quota.subject_id, ""),
-        override_reason=(quota.override_reason or "") if rule.override_until else "",
+        override_reason=(terms.override_reason or "") if rule.override_until else "",
         would_refuse_count=would_refuse_count,
         for_new_keys=quota.for_new_keys,
-        alert_at=tuple(quota.alert_at),
+        alert_at=tuple(terms.alert_at),
     )
 
 

@@ -45,8 +45,7 @@ NO_LIMIT = -1  # of a row that may be incremented regardless of its usage
 
 def limit_text(state: QuotaState, requested: int, currency_code: str) -> str:
     """Describe a limit that a request exceeds: whose it is, its value, and the amount left."""
-    names = {QuotaSubject.ORGANIZATION: "Your organization", QuotaSubject.PROJECT: "Your project"}
-    name = names.get(state.subject, "This API key")
+    name = subject_text(state)
     kind, unit, counts_input, counts_output = DIMENSIONS[state.dimension]
     model = f" of {state.model}" if state.model else ""
     window = f" per {unit}" if unit else ""
@@ -72,6 +71,22 @@ def limit_text(state: QuotaState, requested: int, currency_code: str) -> str:
             text = f"{name} may spend {allowed}{model and ' on'}{model.removeprefix(' of')}{window}"
             done = f"has {left} left; this request may cost {needed}"
     return f"{text} and {done}."
+
+
+def subject_text(state: QuotaState) -> str:
+    """Name the subject of a limit at the beginning of a sentence."""
+    names = {
+        QuotaSubject.ORGANIZATION: "Your organization",
+        QuotaSubject.PROJECT: "Your project",
+        QuotaSubject.END_USER: "End user",
+        QuotaSubject.LABEL: "Label",
+    }
+    name = names.get(state.subject, "This API key")
+    if state.rule.within_id is None:
+        return name
+    scope = state.rule.scope_name
+    within = f"project {scope}" if scope else "your organization"
+    return f"{name} {state.rule.subject_name} of {within}"
 
 
 def counted(count: int, noun: str) -> str:
@@ -259,7 +274,7 @@ class Counters(msgspec.Struct, eq=False):
     def state(self, rule: QuotaRule) -> QuotaState:
         """Build the rule's state, as shown to its subject."""
         row = self.rows[rule.key(self.now)]
-        return QuotaState(rule, row.used, row.held, self.now)
+        return QuotaState(rule, row.used, row.held, self.now, rule.subject_name)
 
     def counts(self, rules: Iterable[QuotaRule]) -> list[tuple[int, int]]:
         """Copy the present used and held amounts of each rule."""

@@ -7,6 +7,7 @@ valid at its time only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from metering.core.models import ServiceTier, UsageEvent
 from metering.pricing.prices import TokenPrices, embedding_terms, price_in_force
 from metering.quotas import quotas
 from metering.quotas.quota_rules import Charge, Payer, QuotaState
-from metering.quotas.quota_states import quotas_for
+from metering.quotas.quota_states import member_quotas_for, quotas_for
 from metering.quotas.quotas import Counter, Counters, QuotaExceeded
 from metering.quotas.refusals import Refusals, Refused
 
@@ -53,6 +54,8 @@ async def quote(
     least_slice_token_count: int,
     tier: ServiceTier = ServiceTier.INTERACTIVE,
     embedding: bool = False,
+    end_user: str = "",
+    labels: Mapping[str, str] | None = None,
 ) -> Quote:
     """Quote a request, described as in `Admit`, without admitting it. Raises: PriceMissing."""
     prices = await price_in_force(
@@ -64,7 +67,12 @@ async def quote(
     )
     if embedding:
         prices = embedding_terms(prices)
-    states = await quotas_for(session, subject_ids=payer.subject_ids, model=model)
+    states = [
+        *await quotas_for(session, subject_ids=payer.subject_ids, model=model),
+        *await member_quotas_for(
+            session, payer=payer, model=model, end_user=end_user, labels=labels
+        ),
+    ]
     refusal = None
     if states:
         now = states[0].now

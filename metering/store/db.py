@@ -316,6 +316,9 @@ class DatabaseSettings:
     # Connections for administration and metrics alone, so that you can revoke a key while tenants
     # keep the others busy.
     admin_connections_max: int = setting("WEIR_ADMIN_CONNECTIONS", 3, whole(2, 1000))
+    # How many end users of an organization may be in use; also how many values of limited labels.
+    # Those without a request for 35 days do not count.
+    end_users_max: int = setting("WEIR_END_USERS_MAX", 1_000_000, whole(1, 10**9))
     # How many holds are pre-authorized for each key and model in use, for `grace`.
     grace_holds_per_key: int = setting("WEIR_GRACE_HOLDS_PER_KEY", 4, whole(1, 1000))
     # How many input tokens each of WEIR_GRACE_HOLDS_PER_KEY covers. Its output is one lease slice.

@@ -8,12 +8,27 @@ from __future__ import annotations
 
 import re
 import unicodedata
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+
+from sqlalchemy import func, select, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue
+from metering.core.models import UsageSubject, UsageSubjectCount
+from metering.store.db import Sessions
 
 NAME_BYTES_MAX = 256
-# Weir's keys, keys of OpenAI's form, and JSON Web Tokens: reports show names to users who must not
-# see a secret.
+LABEL_KEY_CHARS_MAX, LABEL_VALUE_CHARS_MAX = 64, 512  # as in requests
+END_USER, LABEL = "end_user", "label"  # kinds
+# Longer than a month: an end user with one request a month is not archived.
+IDLE_MAX = timedelta(days=35)
+ARCHIVED_MAX = 10_000  # per transaction, a second or so
+LISTED_MAX = 1000
+# Weir's keys, keys of OpenAI's form, and JSON Web Tokens: reports show names, and must not
+# show a secret.
 SECRET_FORMS = re.compile(
     r"wk_[a-z0-9]{6,}_[0-9A-Za-z]{16,}"
     r"|\bsk-[0-9A-Za-z_-]{20,}"
@@ -57,3 +72,132 @@ def checked_end_user(name: str, field: str = "end_user") -> str:
             " was one",
         )
     return name
+
+
+def checked_label(label: str, field: str = "label") -> tuple[str, str]:
+    """Split `KEY=VALUE` into key and value. Raises: InvalidValue."""
+    key, equals, value = label.partition("=")
+    if not equals or not value:
+        raise InvalidValue(field, f"must be KEY=VALUE such as team=search, got {label[:64]!r}")
+    return checked_label_key(key, field), checked_label_value(value, field)
+
+
+def checked_label_key(key: str, field: str = "label") -> str:
+    """Validate the key of a label. Raises: InvalidValue."""
+    if not 1 <= len(key) <= LABEL_KEY_CHARS_MAX or not key.isprintable():
+        raise InvalidValue(
+            field, f"the key must have 1 to {LABEL_KEY_CHARS_MAX} printable characters"
+        )
+    return key
+
+
+def checked_label_value(value: str, field: str = "label") -> str:
+    """Validate the value of a label. Raises: InvalidValue."""
+    if len(value) > LABEL_VALUE_CHARS_MAX or "\0" in value:
+        raise InvalidValue(
+            field, f"the value must have 1 to {LABEL_VALUE_CHARS_MAX} characters, without NUL"
+        )
+    return value
+
+
+async def find_usage_subject(
+    session: AsyncSession, organization_id: uuid.UUID, kind: str, label_key: str, name: str
+) -> UsageSubject | None:
+    """Look up an end user, or a value of a label; None if it has no row."""
+    query = select(UsageSubject).where(
+        UsageSubject.organization_id == organization_id,
+        UsageSubject.kind == kind,
+        UsageSubject.label_key == label_key,
+        UsageSubject.name == name,
+    )
+    return (await session.scalars(query)).one_or_none()
+
+
+async def create_usage_subject(
+    session: AsyncSession, organization_id: uuid.UUID, kind: str, label_key: str, name: str
+) -> tuple[UsageSubject, bool]:
+    """Find or create a usage subject; return also whether it is new.
+
+    A new one is archived, and does not count towards the bound, until its first request.
+    """
+    values = {
+        "organization_id": organization_id,
+        "kind": kind,
+        "label_key": label_key,
+        "name": name,
+        "archived_at": func.now(),
+    }
+    statement = insert(UsageSubject).values(values).on_conflict_do_nothing().returning(UsageSubject)
+    if (new := await session.scalar(statement)) is not None:
+        return new, True
+    found = await find_usage_subject(session, organization_id, kind, label_key, name)
+    assert found is not None, "a row that conflicts is committed, and is never deleted"
+    return found, False
+
+
+async def list_usage_subjects(
+    session: AsyncSession,
+    organization_id: uuid.UUID,
+    *,
+    kind: str = END_USER,
+    label_key: str = "",
+    prefix: str = "",
+    after: str = "",
+    limit: int = LISTED_MAX,
+) -> Sequence[UsageSubject]:
+    """List usage subjects by name, those of a prefix after the name `after`, archived ones too."""
+    query = select(UsageSubject).where(
+        UsageSubject.organization_id == organization_id,
+        UsageSubject.kind == kind,
+        UsageSubject.label_key == label_key,
+        UsageSubject.name > after,
+    )
+    if prefix:
+        query = query.where(
+            UsageSubject.name >= prefix, UsageSubject.name.startswith(prefix, autoescape=True)
+        )
+    rows = await session.scalars(query.order_by(UsageSubject.name).limit(min(limit, LISTED_MAX)))
+    return rows.all()
+
+
+async def archive_idle(
+    session: AsyncSession, idle: timedelta = IDLE_MAX, limit: int = ARCHIVED_MAX
+) -> int:
+    """Archive up to `limit` usage subjects that no request has used for long; return how many.
+
+    Their limits and counters stay. The next request of one brings it back in its commit.
+    """
+    unused = UsageSubject.last_used_on < func.date(func.now() - idle)
+    is_active = UsageSubject.archived_at.is_(None)
+    rows = await session.execute(
+        select(UsageSubject.id, UsageSubject.organization_id)
+        .where(unused, is_active)
+        .order_by(UsageSubject.last_used_on)
+        .limit(limit)
+    )
+    organizations = {row.id: row.organization_id for row in rows}
+    # Locked first, as by an admission that creates a usage subject.
+    await session.execute(
+        select(UsageSubjectCount.organization_id)
+        .where(UsageSubjectCount.organization_id.in_(set(organizations.values())))
+        .order_by(UsageSubjectCount.organization_id)
+        .with_for_update()
+    )
+    archived = await session.scalars(
+        update(UsageSubject)
+        .where(UsageSubject.id.in_(organizations), unused, is_active)
+        .values(archived_at=func.now())
+        .returning(UsageSubject.id)
+    )
+    return len(archived.all())
+
+
+async def archive_all_idle(sessions: Sessions) -> int:
+    """Archive all idle usage subjects in transactions of bounded size; return how many."""
+    archived_count = 0
+    while True:
+        async with sessions.begin() as session:
+            batch_count = await archive_idle(session)
+        archived_count += batch_count
+        if batch_count < ARCHIVED_MAX:
+            return archived_count

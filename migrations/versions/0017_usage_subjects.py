@@ -146,6 +146,8 @@ CREATE UNIQUE INDEX uq_quotas_active
     ON quotas (subject_id, model, dimension, for_new_keys, for_each, within_id, selector_id)
     NULLS NOT DISTINCT
     WHERE deleted_at IS NULL;
+CREATE INDEX ix_quotas_selector_id ON quotas (selector_id, subject_id)
+    WHERE selector_id IS NOT NULL AND deleted_at IS NULL;
 CREATE INDEX ix_quotas_within_id ON quotas (within_id, subject, subject_id)
     WHERE within_id IS NOT NULL AND selector_id IS NULL AND deleted_at IS NULL;
 
@@ -164,7 +166,7 @@ SELECT q.id, concat(q.xmin, '.', s.xmin) AS version, q.subject, q.subject_id, q.
     CASE WHEN s.id IS NULL THEN q.override_until ELSE s.override_until END AS override_until,
     CASE WHEN s.id IS NULL THEN q.override_reason ELSE s.override_reason END AS override_reason,
     coalesce(s.alert_at, q.alert_at) AS alert_at,
-    coalesce(q.deleted_at, s.deleted_at) AS deleted_at,
+    coalesce(q.deleted_at, s.deleted_at) AS deleted_at, q.deleted_at AS own_deleted_at,
     q.created_at, greatest(q.changed_at, s.changed_at) AS changed_at
 FROM quotas q
 LEFT JOIN quotas s ON s.id = q.selector_id;
@@ -231,7 +233,7 @@ DROP TRIGGER quotas_update_belong_together ON quotas;
 DROP TRIGGER quotas_insert_belong_together ON quotas;
 DROP FUNCTION quotas_belong_together;
 DROP VIEW quota_terms;
-DROP INDEX ix_quotas_within_id, uq_quotas_active;
+DROP INDEX ix_quotas_selector_id, ix_quotas_within_id, uq_quotas_active;
 DELETE FROM quota_counters c USING quotas q
 WHERE q.id = c.quota_id AND (q.within_id IS NOT NULL OR q.for_each <> '');
 UPDATE quotas SET selector_id = NULL WHERE selector_id IS NOT NULL;

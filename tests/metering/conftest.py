@@ -70,10 +70,10 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     read_and_lock = reading.read_and_lock
 
     async def counted(
-        connection: Any, hold_ids: Any, admits: Sequence[Admit] = (), billed_ids: Any = ()
+        connection: Any, hold_ids: Any, admits: Sequence[Admit] = (), *others: Any
     ) -> object:
         counts.append(len(hold_ids) + len(admits))
-        return await read_and_lock(connection, hold_ids, admits, billed_ids)
+        return await read_and_lock(connection, hold_ids, admits, *others)
 
     monkeypatch.setattr(slow_path, "read_and_lock", counted)
     return counts

@@ -40,7 +40,8 @@ NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
 INPUT_PICOS, CACHED_PICOS, OUTPUT_PICOS, EMBEDDING_PICOS = 3, 1, 7, 2
 TABLES = """
     organizations projects api_keys quotas quota_counters price_versions holds usage_events
-    receipt_chains receipt_batches ledger_accounts ledger_transactions ledger_entries audit_log
+    usage_subjects receipt_chains receipt_batches ledger_accounts ledger_transactions
+    ledger_entries audit_log
 """
 
 CLOCK = """
@@ -274,6 +275,8 @@ def admit(
     hold_id: uuid.UUID | None = None,
     tier: ServiceTier = ServiceTier.INTERACTIVE,
     embedding: bool = False,
+    end_user: str = "",
+    labels: dict[str, str] | None = None,
 ) -> Admit:
     """Return an admission for the model. An embedding request has no output."""
     return Admit(
@@ -287,6 +290,8 @@ def admit(
         least_slice_token_count=0 if embedding else least_tokens,
         tier=tier,
         embedding=embedding,
+        end_user=end_user,
+        labels=labels or {},
     )
 
 

@@ -34,7 +34,7 @@ async def add_quota(connection: Connection) -> uuid.UUID:
 
 async def read(connection: Connection, quota_id: uuid.UUID) -> QuotaRule:
     [rows] = await run_pipeline(
-        connection, [(f"SELECT {RULE_COLUMNS} FROM quotas WHERE id = %s", (str(quota_id),))]
+        connection, [(f"SELECT {RULE_COLUMNS} FROM quota_terms WHERE id = %s", (str(quota_id),))]
     )
     return rules_of_rows(connection, rows)[quota_id.int]
 
@@ -87,7 +87,7 @@ async def test_a_raise_ends_without_anybody_touching_the_row(connection: Connect
         " override_reason = 'launch' WHERE id = %s",
         (quota_id,),
     )
-    now = f"SELECT {RULE_COLUMNS} FROM quotas WHERE id = %s"
+    now = f"SELECT {RULE_COLUMNS} FROM quota_terms WHERE id = %s"
     later = now.replace("now()", "(now() + interval '2 hours')")
     [raised], [ended] = await run_pipeline(
         connection, [(now, (str(quota_id),)), (later, (str(quota_id),))]
@@ -113,7 +113,7 @@ async def test_each_connection_has_its_own(connection: Connection, database_url:
 
 async def test_it_is_bounded(connection: Connection) -> None:
     ids = [await add_quota(connection) for _ in range(5)]
-    [rows] = await run_pipeline(connection, [(f"SELECT {RULE_COLUMNS} FROM quotas", ())])
+    [rows] = await run_pipeline(connection, [(f"SELECT {RULE_COLUMNS} FROM quota_terms", ())])
     cache = RuleCache(count_max=2)
 
     rules = [cache.of(row) for row in rows]

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import event, select, update
 
 from metering.core.models import Quota, QuotaDimension, QuotaKey, QuotaSubject
-from metering.holds.operations import Expire, Extend, Void
+from metering.holds.operations import Admit, Expire, Extend, Void
 from metering.plans.prepaid import set_prepaid
 from metering.quotas import quota_recount
 from metering.quotas.quota_admin import SETTABLE, delete_quota, set_quota
@@ -36,6 +36,14 @@ BETWEEN = [
     (QuotaDimension.CONCURRENT_REQUESTS, (0, 2)),
     (QuotaDimension.REQUESTS_PER_MINUTE, (2, 0)),
 ]
+
+
+END_USER, LABEL = "alice", "team=search"
+
+
+def with_subjects(payer: Payer, **values: Any) -> Admit:
+    """Return an admission of the end user, with the label."""
+    return admit(payer, end_user=END_USER, labels=dict([LABEL.split("=")]), **values)
 
 
 def subject_of(payer: Payer, subject: QuotaSubject) -> str:
@@ -65,12 +73,17 @@ async def set_limit(
         given |= {f"{name}_weight_milli": each for name, each in weights._asdict().items()}
     if enforced is not None:
         given["enforced"] = enforced
+    key = QuotaKey(dimension, model)
+    if subject is QuotaSubject.END_USER:
+        subject, key = QuotaSubject.PROJECT, QuotaKey(dimension, model, end_user=END_USER)
+    elif subject is QuotaSubject.LABEL:
+        subject, key = QuotaSubject.ORGANIZATION, QuotaKey(dimension, model, label=LABEL)
     async with sessions.begin() as session:
         return await set_quota(
             session,
             subject=subject,
             subject_ref=subject_of(payer, subject),
-            key=QuotaKey(dimension, model),
+            key=key,
             terms=partial(replace, **given),
             actor="test",
         )
@@ -78,12 +91,12 @@ async def set_limit(
 
 async def busy(world: HoldWorld, payer: Payer) -> uuid.UUID:
     """Create usage of every kind around the start of this minute."""
-    long, old = admit(payer), admit(payer)
+    long, old = with_subjects(payer), with_subjects(payer)
     await world.run(long, old)
     await world.run(Extend(long.hold_id, 5, 4, 10))
     world.advance(61)
     await world.run(Extend(long.hold_id, 9, 4, 10))  # posts 9 to the minute before
-    settled, voided, expired, posted, live = (admit(payer) for _ in range(5))
+    settled, voided, expired, posted, live = (with_subjects(payer) for _ in range(5))
     await world.run(settled, voided, expired, posted, live)
     await world.run(Extend(posted.hold_id, 0, 0, 5), Extend(expired.hold_id, 3, 0, 5))
     await world.run(

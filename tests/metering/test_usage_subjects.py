@@ -1,0 +1,425 @@
+"""Limits of end users and labels: selectors, single limits, recounts, bounds and archives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import uuid
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+
+from metering.core.errors import EndUsersExhausted, InvalidValue, NotFound
+from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
+from metering.holds import hold_cache
+from metering.holds.hold_connection import HoldConnection
+from metering.holds.operations import Admit, Admitted, Extend, Void
+from metering.quotas.quota_admin import delete_quota, set_quota
+from metering.quotas.quota_rules import Payer, QuotaState
+from metering.quotas.quota_states import usage_subject_quotas
+from metering.quotas.quotas import QuotaExceeded
+from metering.quotas.quoting import quote
+from metering.store.db import Sessions
+from metering.tenants.usage_subjects import (
+    archive_idle,
+    checked_end_user,
+    find_usage_subject,
+    list_usage_subjects,
+)
+from tests.metering.hold_world import MODEL, HoldWorld, admit, of_type, settle
+from tests.metering.invariants import check_invariants
+
+CONCURRENT = QuotaDimension.CONCURRENT_REQUESTS
+PER_MINUTE = QuotaDimension.REQUESTS_PER_MINUTE
+PER_DAY = QuotaDimension.TOKENS_PER_DAY
+SPENT_MONTHLY = QuotaDimension.COST_PICOS_PER_MONTH
+SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2,3").split(",")]
+
+
+async def limit(
+    sessions: Sessions,
+    payer: Payer,
+    dimension: QuotaDimension,
+    limit_value: int,
+    *,
+    on_project: bool = True,
+    **key: Any,
+) -> QuotaState:
+    """Set a limit within the payer's project or organization."""
+    async with sessions.begin() as session:
+        return await set_quota(
+            session,
+            subject=QuotaSubject.PROJECT if on_project else QuotaSubject.ORGANIZATION,
+            subject_ref=str(payer.project_id if on_project else payer.organization_id),
+            key=QuotaKey(dimension, **key),
+            terms=QuotaTerms(limit_value),
+            actor="test",
+        )
+
+
+async def end_user_limits(sessions: Sessions, payer: Payer, name: str) -> list[QuotaState]:
+    """Return the limits of an end user."""
+    async with sessions() as session:
+        found = await find_usage_subject(session, payer.organization_id, "end_user", "", name)
+        return [] if found is None else await usage_subject_quotas(session, found.id)
+
+
+def connection(world: HoldWorld, **values: Any) -> HoldConnection:
+    return HoldConnection(world.url, uuid.uuid4(), **values)
+
+
+async def admitted_count(holds: HoldConnection, *operations: Admit) -> int:
+    return len(of_type(Admitted, await holds.execute(operations)))
+
+
+async def test_the_first_requests_of_an_end_user_get_the_limit_of_the_selector_in_one_commit(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    payer = world.tenant()
+    await limit(sessions, payer, CONCURRENT, 3, for_each="end_user")
+
+    holds = [connection(world) for _ in range(4)]
+    try:
+        for number in range(12):
+            name = f"user {number}"
+            answers = await asyncio.gather(
+                *(each.execute([admit(payer, end_user=name)]) for each in holds for _ in (1,)),
+            )
+            more = await asyncio.gather(
+                *(
+                    each.execute([admit(payer, end_user=name) for _ in range(2)])
+                    for each in holds[:3]
+                ),
+            )
+            answers = [*answers, *more]
+
+            assert sum(len(of_type(Admitted, each)) for each in answers) == 3
+            assert sum(len(of_type(QuotaExceeded, each)) for each in answers) == 7
+    finally:
+        for each in holds:
+            await each.close()
+
+    assert world.one("SELECT count(*) FROM usage_subjects") == 12
+    assert world.one("SELECT count(*) FROM quotas WHERE selector_id IS NOT NULL") == 12
+    assert world.one("SELECT count(*) FROM holds WHERE end_user_id IS NOT NULL") == 36
+    check_invariants(world.url)
+
+
+async def test_a_refused_first_request_leaves_no_row(world: HoldWorld, sessions: Sessions) -> None:
+    payer = world.tenant()
+    await limit(sessions, payer, PER_MINUTE, 0, for_each="end_user")
+
+    [refused] = await world.run(admit(payer, end_user="alice"))
+
+    assert isinstance(refused, QuotaExceeded)
+    assert str(refused).startswith(
+        "End user alice of project search may make 0 requests per minute and has made 0."
+    )
+    assert world.one("SELECT count(*) FROM usage_subjects") == 0
+    assert world.one("SELECT count(*) FROM quotas") == 1
+    assert world.one("SELECT count(*) FROM quota_counters") == 0
+
+
+async def test_a_change_of_the_selector_changes_the_limits_of_all_at_once(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    payer = world.tenant()
+    await limit(sessions, payer, CONCURRENT, 1, for_each="end_user")
+    async with connection(world) as holds:
+        for name in ("alice", "bob"):
+            assert await admitted_count(holds, *(admit(payer, end_user=name) for _ in "123")) == 1
+
+        await limit(sessions, payer, CONCURRENT, 2, for_each="end_user")
+
+        for name in ("alice", "bob", "carol"):
+            left = 2 if name == "carol" else 1
+            assert (
+                await admitted_count(holds, *(admit(payer, end_user=name) for _ in "123")) == left
+            )
+    assert [state.limit_value for state in await end_user_limits(sessions, payer, "bob")] == [2]
+    check_invariants(world.url)
+
+
+async def test_a_single_limit_takes_over_and_gives_back_with_the_use(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    payer = world.tenant()
+    await limit(sessions, payer, PER_DAY, 100, for_each="end_user")
+    await limit(sessions, payer, PER_DAY, 1000, for_each="end_user", on_project=False)
+    async with connection(world) as holds:
+        assert await admitted_count(holds, *(admit(payer, end_user="al") for _ in range(4))) == 3
+
+        own = await limit(sessions, payer, PER_DAY, 150, end_user="al")
+        assert (own.used, own.held, own.limit_value) == (0, 90, 150)
+        assert len(await end_user_limits(sessions, payer, "al")) == 2
+        assert await admitted_count(holds, *(admit(payer, end_user="al") for _ in range(9))) == 2
+
+        async with sessions.begin() as session:
+            await delete_quota(session, quota_id=str(own.quota_id), actor="test")
+        states = await end_user_limits(sessions, payer, "al")
+        assert sorted(state.limit_value for state in states) == [100, 1000]
+        assert await admitted_count(holds, admit(payer, end_user="al")) == 0
+        with pytest.raises(InvalidValue, match="selector"):
+            async with sessions.begin() as session:
+                await delete_quota(session, quota_id=str(own.quota_id), actor="test")
+    assert world.one("SELECT count(*) FROM quotas WHERE within_id IS NOT NULL") == 2
+    check_invariants(world.url, over=[own.quota_id])
+
+
+async def test_a_selector_set_later_counts_what_its_members_used(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    payer = world.tenant()
+    async with connection(world) as holds:
+        operations = {
+            name: [admit(payer, end_user=name, labels={"team": "red"}) for _ in range(3)]
+            for name in ("alice", "bob")
+        }
+        for each in operations.values():
+            await holds.execute(each)
+        await holds.execute([settle(operations["alice"][0].hold_id, 7)])
+        await limit(sessions, payer, PER_DAY, 500, end_user="bob")
+
+        for for_each in ("end_user", "label:team"):
+            await limit(sessions, payer, PER_DAY, 200, for_each=for_each)
+
+        [alice] = await end_user_limits(sessions, payer, "alice")
+        [bob] = await end_user_limits(sessions, payer, "bob")
+        assert (alice.used, alice.held, alice.limit_value) == (17, 60, 200)
+        assert (bob.used, bob.held, bob.limit_value) == (0, 90, 500)
+        check_invariants(world.url)
+        # The label counts both: 17 used and 150 held of 200.
+        [one, two] = await holds.execute(
+            [admit(payer, end_user="carol", labels={"team": "red"}) for _ in range(2)]
+        )
+        assert isinstance(one, Admitted)
+        assert isinstance(two, Admitted | QuotaExceeded)
+        [refused] = await holds.execute([admit(payer, labels={"team": "red"}, input_tokens=50)])
+        assert "Label team=red of project search" in str(refused)
+    check_invariants(world.url)
+
+
+async def test_a_removed_selector_set_again_starts_with_the_use_of_its_window(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    payer = world.tenant()
+    selector = await limit(sessions, payer, PER_MINUTE, 2, for_each="end_user")
+    async with connection(world) as holds:
+        assert await admitted_count(holds, *(admit(payer, end_user="a") for _ in "123")) == 2
+        async with sessions.begin() as session:
+            await delete_quota(session, quota_id=str(selector.quota_id), actor="test")
+        assert await admitted_count(holds, *(admit(payer, end_user="a") for _ in "123")) == 3
+        await limit(sessions, payer, PER_MINUTE, 6, for_each="end_user")
+
+        assert await admitted_count(holds, *(admit(payer, end_user="a") for _ in "123")) == 1
+    check_invariants(world.url)
+
+
+async def test_the_bound_refuses_a_new_end_user_and_an_archived_one_makes_room(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    payer = world.tenant()
+    await limit(sessions, payer, SPENT_MONTHLY, 10**6, for_each="end_user")
+    async with connection(world, end_users_max=2) as holds:
+        answers = await holds.execute([admit(payer, end_user=name) for name in "abc"])
+        assert len(of_type(Admitted, answers)) == 2
+        assert len(of_type(EndUsersExhausted, answers)) == 1
+        used_before = (await end_user_limits(sessions, payer, "a"))[0].held
+
+        world.advance(timedelta(days=20).total_seconds())
+        async with sessions.begin() as session:
+            assert await archive_idle(session, timedelta(days=19)) == 2
+        assert await admitted_count(holds, *(admit(payer, end_user=name) for name in "cd")) == 2
+        [refused] = await holds.execute([admit(payer, end_user="a")])
+        assert isinstance(refused, EndUsersExhausted)
+
+    async with connection(world, end_users_max=3) as holds:
+        assert await admitted_count(holds, admit(payer, end_user="a")) == 1
+    [state] = await end_user_limits(sessions, payer, "a")
+    assert state.held > 0
+    assert used_before > 0
+    assert world.rows("SELECT end_user_count FROM usage_subject_counts") == [(3,)]
+    async with sessions() as session:
+        listed = await list_usage_subjects(session, payer.organization_id, after="b")
+    assert [(each.name, each.archived_at is None) for each in listed] == [("c", True), ("d", True)]
+    check_invariants(world.url)
+
+
+async def test_labels_without_limits_share_the_terms_of_the_key(
+    world: HoldWorld, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    payer = world.tenant()
+    await limit(sessions, payer, CONCURRENT, 2, label="team=search", on_project=False)
+    monkeypatch.setattr(hold_cache, "MEMBER_COUNT_MAX", 8)
+    async with connection(world) as holds:
+        for number in range(30):
+            op = admit(payer, end_user=f"u{number % 11}", labels={"trace": str(number)})
+            assert await admitted_count(holds, op) == 1
+        cache = holds._cache
+        assert cache is not None
+        [terms] = cache.terms.values()
+        assert terms.label_keys == ("team",)
+        assert len(terms.members) <= 9
+        ops = [admit(payer, labels={"team": "search", "trace": str(n)}) for n in range(4)]
+        assert await admitted_count(holds, *ops) == 2
+        assert await admitted_count(holds, admit(payer, labels={"team": "ads"})) == 1
+    check_invariants(world.url)
+
+
+async def test_a_question_creates_nothing(world: HoldWorld, sessions: Sessions) -> None:
+    payer = world.tenant()
+    await limit(sessions, payer, PER_DAY, 25, for_each="end_user")
+
+    question = admit(payer, end_user="alice", slice_tokens=10)
+    question.only_asks = True
+    await world.run(question)
+    async with sessions() as session:
+        ask = partial(
+            quote,
+            session,
+            payer=payer,
+            model=MODEL,
+            first_slice_token_count=20,
+            least_slice_token_count=20,
+            end_user="alice",
+        )
+        fits, refused = await ask(input_token_count=5), await ask(input_token_count=6)
+
+    assert fits.refusal is None
+    assert "End user alice of project search may use 25 tokens per day" in str(refused.refusal)
+    assert world.one("SELECT count(*) FROM usage_subjects") == 0
+
+
+async def test_extended_and_expired_holds_of_an_end_user_are_counted(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    payer = world.tenant()
+    await limit(sessions, payer, PER_DAY, 100, for_each="end_user")
+    op = admit(payer, end_user="alice")
+    async with connection(world) as holds:
+        await holds.execute([op])
+        await holds.execute([Extend(op.hold_id, 5, 0, 20)])
+        [refused] = await holds.execute([Extend(op.hold_id, 5, 0, 10**6)])
+        check_invariants(world.url)
+        await holds.execute([settle(op.hold_id, 30)])
+    assert refused is not None
+    [state] = await end_user_limits(sessions, payer, "alice")
+    assert (state.used, state.held) == (40, 0)
+    check_invariants(world.url, all_ended=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x" * 257,
+        "a\nb",
+        " alice",
+        "alice ",
+        "a\u2028b",
+        "wk_abcdefgh_" + "A1" * 21,
+        "sk-" + "a1" * 12,
+    ],
+)
+def test_names_that_are_no_ids_are_refused(name: str) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        checked_end_user(name, "user")
+
+    assert refused.value.field == "user"
+    assert name not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["", "alice", "José Ñ", "user@example.com", "task-42", "sk-1"])
+def test_other_names_are_kept(name: str) -> None:
+    assert checked_end_user(name) == name
+
+
+async def change_limits(
+    chance: random.Random, sessions: Sessions, payer: Payer, limits: list[uuid.UUID]
+) -> uuid.UUID | None:
+    """Set, change or remove a random limit; return the id of one that may now be exceeded."""
+    if limits and chance.random() < 0.3:
+        quota_id = chance.choice(limits)
+        try:
+            async with sessions.begin() as session:
+                await delete_quota(session, quota_id=str(quota_id), actor="test")
+        except (InvalidValue, NotFound):  # of a selector, or removed
+            return None
+        return quota_id
+    key: dict[str, Any] = chance.choice(
+        [
+            {"for_each": "end_user"},
+            {"for_each": "label:team"},
+            {"end_user": chance.choice("abc")},
+            {"label": f"team={chance.choice('xy')}"},
+        ]
+    )
+    dimension = chance.choice([CONCURRENT, PER_MINUTE, PER_DAY, SPENT_MONTHLY])
+    on_project = chance.random() < 0.7
+    value = chance.choice([2, 5, 100, 400])
+    state = await limit(sessions, payer, dimension, value, on_project=on_project, **key)
+    limits.append(state.quota_id)
+    return state.quota_id
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_random_operations_keep_every_limit_and_counter(
+    world: HoldWorld, sessions: Sessions, seed: int
+) -> None:
+    chance, payer = random.Random(seed), world.tenant()
+    limits: list[uuid.UUID] = []
+    changed: set[uuid.UUID] = set()
+    stores = [connection(world, end_users_max=3) for _ in range(3)]
+    live: list[tuple[HoldConnection, uuid.UUID]] = []
+    try:
+        for step in range(70):
+            holds = chance.choice(stores)
+            match chance.choice(
+                ["admit"] * 5 + ["settle"] * 3 + ["void", "extend", "limit", "day"]
+            ):
+                case "admit":
+                    labels = {"team": chance.choice("xy")} if chance.random() < 0.5 else {}
+                    ops = [
+                        admit(payer, end_user=chance.choice(["", *"abcd"]), labels=labels)
+                        for _ in range(chance.randrange(1, 4))
+                    ]
+                    answers = await holds.execute(ops)
+                    refused = [
+                        *of_type(QuotaExceeded, answers),
+                        *of_type(EndUsersExhausted, answers),
+                    ]
+                    assert len(refused) + len(of_type(Admitted, answers)) == len(ops), answers
+                    live += [(holds, each.hold_id) for each in of_type(Admitted, answers)]
+                case "settle" | "void" | "extend" as kind if live:
+                    owner, hold_id = live.pop(chance.randrange(len(live)))
+                    if kind == "extend":
+                        live.append((owner, hold_id))
+                        await owner.execute([Extend(hold_id, 0, 0, 5)])
+                    else:
+                        end = Void(hold_id) if kind == "void" else settle(hold_id, 1)
+                        await owner.execute([end])
+                case "limit":
+                    if (
+                        quota_id := await change_limits(chance, sessions, payer, limits)
+                    ) is not None:
+                        changed.add(quota_id)
+                        changed |= {
+                            row[0]
+                            for row in world.rows(
+                                "SELECT id FROM quotas WHERE selector_id = ANY(%s)", [*changed]
+                            )
+                        }
+                case "day":
+                    world.advance(chance.choice([30, 3600, 86400]))
+                    async with sessions.begin() as session:
+                        await archive_idle(session, timedelta(days=0))
+            if step % 7 == 0:
+                check_invariants(world.url, over=changed)
+        for owner, hold_id in live:
+            await owner.execute([settle(hold_id, 1)])
+        check_invariants(world.url, all_ended=True, over=changed)
+    finally:
+        for each in stores:
+            await each.close()
