@@ -71,6 +71,7 @@ class Consumed:
     part: int = 0
     embedding_token_count: int = 0
     reasoning_token_count: int = 0
+    end_user_id: uuid.UUID | None = None
 
     @property
     def token_count(self) -> int:
@@ -180,6 +181,7 @@ async def add_usage(
             "model": price.model,
             "price_version_id": price.prices.version,
             "labels": {},
+            "end_user_id": event.end_user_id,
             "input_token_count": event.input_token_count,
             "cached_input_token_count": event.cached_input_token_count,
             "admitted_at": event.settled_at,

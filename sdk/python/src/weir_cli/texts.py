@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         Plan,
         PriceVersion,
         QuotaStatus,
+        ResalePrice,
+        ResaleStatement,
         Result,
         Timings,
         Usage,
@@ -282,6 +284,17 @@ def version_rate(kind: str, version: PriceVersion) -> str | None:
 
 def applied_rate(kind: str, applied: AppliedPrice) -> str:
     return rate(kind, applied.version)
+
+
+def resale_rate(kind: str, price: ResalePrice) -> str | None:
+    """Format the resale price of a million tokens of a kind; None where the markup applies."""
+    picos = getattr(price, f"{kind}_picos_per_token")
+    return None if picos is None else decimal_text(per_million(picos))
+
+
+def end_user_text(statement: ResaleStatement) -> str:
+    """Return the name of the end user of a statement, or the id of an erased one."""
+    return statement.end_user or statement.end_user_id or "(not given)"
 
 
 def prices_reasoning(version: PriceVersion) -> bool:

@@ -15,7 +15,8 @@ KilledRequest LiveOrganization LiveRequest LiveView Model ModelTask ModelVersion
 MonthExportFormat MonthReport MonthReportLine MonthState MonthVerification Obstacle Organization
 PaymentState Plan PlanAssignment PlanList PrepaidCredit Price PriceList PriceVersion Project
 QuotaDimension QuotaStatus QuotaSubject Quote Reconciliation RecordedRequest RefusedField Replica
-ReplicaDrain ReplicaList ReplicaState RequestCounts RequestPhase RotatedApiKey SimulatedCustomer
-Stage Timings TokenKind TokenLogprob TokenLogprobs UndrainedReplica Usage UsageForecast
-UsageGrouping UsagePage UsageReport UsageRow UsageShare
+ReplicaDrain ReplicaList ReplicaState RequestCounts RequestPhase ResalePrice ResaleStatement
+ResaleStatementFormat ResaleStatementLine RotatedApiKey SimulatedCustomer Stage Timings TokenKind
+TokenLogprob TokenLogprobs UndrainedReplica Usage UsageForecast UsageGrouping UsagePage UsageReport
+UsageRow UsageShare
 """
