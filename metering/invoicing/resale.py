@@ -159,7 +159,7 @@ WITH {LINES.format(chosen="true")}, totals AS (
     SELECT end_user_id, sum(cost_picos) AS cost_picos, sum(amount_picos) AS amount_picos
     FROM lines
     GROUP BY 1
-), carried AS (
+), carried AS MATERIALIZED (
     SELECT t.*, coalesce(CASE
                WHEN t.end_user_id IS NULL THEN ({CARRIED.format(who="s.end_user_id IS NULL")})
                ELSE ({CARRIED.format(who="s.end_user_id = t.end_user_id")})
@@ -174,6 +174,7 @@ WITH {LINES.format(chosen="true")}, totals AS (
                      * div(abs(amount_picos + carried_in_picos) + :half_unit, :unit)
            END
     FROM carried
+    ORDER BY end_user_id  -- all remainders are read before rows are added, which reads would meet
     RETURNING id, end_user_id
 )
 INSERT INTO resale_statement_lines
@@ -188,6 +189,9 @@ FROM lines l
 JOIN statements s
     ON coalesce(s.end_user_id, '{NOBODY}') = coalesce(l.end_user_id, '{NOBODY}')
 """)
+# The planner takes the lines for few, and would compare each with every statement.
+FREEZING = text("SELECT set_config('enable_nestloop', 'off', true)")
+FROZEN = text("SELECT set_config('enable_nestloop', 'on', true)")
 FROZEN_LINES = """
 SELECT s.end_user_id, s.carried_in_picos, l.*
 FROM resale_statements s
@@ -404,7 +408,9 @@ async def freeze_statements(
     if await resells(session, organization_id):
         unit = minor_unit(currency_code)
         rounding = {"unit": unit, "half_unit": unit // 2, "items": ITEM_ORDER}
+        await session.execute(FREEZING)
         await session.execute(FREEZE, _of_month(organization_id, month) | rounding)
+        await session.execute(FROZEN)
 
 
 async def stated_month(
