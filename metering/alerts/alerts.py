@@ -8,6 +8,10 @@ crossings it missed. A window that ended before its limit was last changed is sk
 limit is no longer known. Prepaid credit is crossed when at most the threshold is left. The
 statement that finds crossings writes them, and the database accepts each alert once; alerts are
 append-only (trigger). Admissions never read them.
+
+Limits of end users and label values are many, and may all be crossed at once: an organization gets
+at most `USAGE_SUBJECT_ALERTS_PER_HOUR` alerts about them, the highest thresholds first. The others
+are fired in the next hours, for as long as their window is scanned.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ from metering.tenants.four_eyes import ACTS, WIDENED, KeyAct, widened_fields
 
 ALERTS_MAX = 5_000  # per statement: thresholds may be set on very many limits at once
 STATEMENTS_MAX = 10  # per scan; the next one continues
+USAGE_SUBJECT_ALERTS_PER_HOUR = 1_000  # per organization
 DAYS_BACK = 2  # complete days; older counters of days are deleted
 MONTHS_BACK = 1
 # Requests that an enforced limit refuses exceed its rest, so that a limit is hardly ever used to
@@ -131,7 +136,8 @@ class ListedAlert:
     """An alert with its organization.
 
     `quota` is the limit it is about, `entry` the audit entry of a changed key; at most one is set.
-    `delivery` is None if the organization had no webhook when the alert fired.
+    `delivery` is None if the organization had no webhook when the alert fired. `within_name` is the
+    organization or project within which the limit of an end user or label value counts.
     """
 
     alert: Alert
@@ -140,6 +146,7 @@ class ListedAlert:
     delivery: AlertDelivery | None
     entry: AuditEntry | None
     subject_name: str = ""
+    within_name: str = ""
 
     @property
     def kind(self) -> str:
@@ -199,14 +206,20 @@ async def find_alert(session: AsyncSession, alert_id: uuid.UUID) -> ListedAlert:
 
 
 async def _named(session: AsyncSession, found: list[ListedAlert]) -> list[ListedAlert]:
+    quotas = [each.quota for each in found if each.quota is not None]
     names = await subject_names(
-        session, {each.quota.subject_id for each in found if each.quota is not None}
+        session, {each for quota in quotas for each in (quota.subject_id, quota.within_id) if each}
     )
     return [
         (
             each
             if each.quota is None
-            else replace(each, subject_name=names.get(each.quota.subject_id, ""))
+            else replace(
+                each,
+                # An erased end user has no name.
+                subject_name=names.get(each.quota.subject_id) or str(each.quota.subject_id),
+                within_name="" if each.quota.within_id is None else names[each.quota.within_id],
+            )
         )
         for each in found
     ]
@@ -348,8 +361,8 @@ WITH windows AS (
 ), limits AS MATERIALIZED (
     -- limit_value: the limit in force at the end of the window, or now. used_min: usage below it
     -- crosses no threshold.
-    SELECT q.id, q.subject, q.subject_id, q.dimension, q.enforced, q.alert_at, w.starts_at,
-           l.limit_value,
+    SELECT q.id, q.subject, q.subject_id, q.within_id, q.dimension, q.enforced, q.alert_at,
+           w.starts_at, l.limit_value,
            CASE WHEN q.dimension = '{CREDIT}' THEN 0
                 ELSE l.limit_value::float8 * q.alert_at[1] * {NEARLY} END AS used_min
     FROM quota_terms q
@@ -370,7 +383,7 @@ WITH windows AS (
     FROM limits l
     JOIN quota_counters c ON c.quota_id = l.id AND c.window_start = l.starts_at
     WHERE c.used >= l.used_min
-), due AS (
+), crossed AS (
     SELECT n.*, t.threshold
     FROM near n
     CROSS JOIN LATERAL unnest(n.alert_at) AS t (threshold)
@@ -392,17 +405,38 @@ WITH windows AS (
           WHERE (a.quota_id, a.window_start, a.threshold, a.limit_value)
               = (n.id, n.starts_at, t.threshold, n.limit_value)
       )
+), owned AS (
+    SELECT c.*, coalesce(p.organization_id, c.within_id, c.subject_id) AS organization_id
+    FROM crossed c
+    LEFT JOIN api_keys k ON c.subject = 'api_key' AND k.id = c.subject_id
+    LEFT JOIN projects p
+        ON p.id = CASE c.subject WHEN 'project' THEN c.subject_id
+                                 WHEN 'api_key' THEN k.project_id
+                                 ELSE c.within_id END
+), recent AS (
+    -- Alerts about usage subjects in the last hour, which lessen those that may follow.
+    SELECT a.organization_id, count(*) AS alert_count
+    FROM alerts a
+    JOIN quotas q ON q.id = a.quota_id
+    WHERE a.fired_at > now() - interval '1 hour' AND q.within_id IS NOT NULL
+    GROUP BY 1
+), due AS (
+    SELECT o.*
+    FROM (
+        SELECT *, row_number() OVER (
+                   PARTITION BY organization_id, within_id IS NOT NULL
+                   ORDER BY threshold DESC, starts_at DESC, id
+               ) AS place
+        FROM owned
+    ) AS o
+    LEFT JOIN recent r USING (organization_id)
+    WHERE o.within_id IS NULL OR o.place <= :per_hour - coalesce(r.alert_count, 0)
     LIMIT :limit
 ), fired AS (
     INSERT INTO alerts
         (organization_id, quota_id, window_start, threshold, limit_value, used, fired_at)
-    SELECT coalesce(p.organization_id, d.subject_id), d.id, d.starts_at, d.threshold,
-           d.limit_value, d.used, now()
+    SELECT d.organization_id, d.id, d.starts_at, d.threshold, d.limit_value, d.used, now()
     FROM due d
-    LEFT JOIN api_keys k ON d.subject = 'api_key' AND k.id = d.subject_id
-    LEFT JOIN projects p
-        ON p.id = CASE d.subject WHEN 'project' THEN d.subject_id
-                                 WHEN 'api_key' THEN k.project_id END
     ORDER BY d.id, d.starts_at, d.threshold  -- one order for all workers prevents deadlocks
     ON CONFLICT DO NOTHING
     RETURNING id, organization_id
@@ -426,6 +460,7 @@ async def fire_due_alerts(sessions: Sessions) -> int:
                 "ends": [ends_at for _, _, ends_at in windows],
                 "month": window_start(QuotaDimension.COST_PICOS_PER_MONTH, now).date(),
                 "limit": ALERTS_MAX,
+                "per_hour": USAGE_SUBJECT_ALERTS_PER_HOUR,
             }
             found = int((await session.execute(FIRE_CROSSED, parameters)).scalar_one())
         fired_count += found

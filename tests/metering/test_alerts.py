@@ -351,6 +351,7 @@ async def test_a_query_finds_counters_by_their_key(sessions: Sessions) -> None:
             "ends": [NOON],
             "month": NOON.date(),
             "limit": 10,
+            "per_hour": 10,
         }
         plan = "\n".join((await session.execute(EXPLAIN, parameters)).scalars())
 

@@ -100,9 +100,12 @@ export interface Alert {
   readonly quotaId: string;
   /** Owner of the limit. */
   readonly subject: QuotaSubject;
-  /** UUID of the organization, project or key. */
+  /** UUID of the organization, project, key, end user or value of a label. */
   readonly subjectId: string;
-  /** Display name: "organization", "organization/project" or a key's prefix. */
+  /**
+   * Display name: "organization", "organization/project", a key's prefix, the name of an end user
+   * or "key=value" of a label. An erased end user has its id.
+   */
   readonly subjectName: string;
   /** Limited model; empty: all models together. */
   readonly model: string;
@@ -129,6 +132,13 @@ export interface Alert {
   readonly invoice: AlertInvoice | undefined;
   /** The key that got a new secret or more rights. Unset for other kinds. */
   readonly key: AlertKey | undefined;
+  /**
+   * UUID of the organization or project within which the limit of an end user or label counts.
+   * Empty for other subjects.
+   */
+  readonly withinId: string;
+  /** Display name of that: "organization" or "organization/project". */
+  readonly withinName: string;
 }
 
 /** One change: its time and author, and the object before and after it. */

@@ -342,6 +342,8 @@ export function alert(
     kind: value.kind,
     invoice: value.invoice && alertInvoice(value.invoice),
     key: value.key && alertKey(value.key),
+    withinId: value.withinId,
+    withinName: value.withinName,
   });
 }
 

@@ -143,9 +143,10 @@ class Alert(Value):
     subject: QuotaSubject = QuotaSubject.UNSPECIFIED
     """Owner of the limit."""
     subject_id: str = ""
-    """UUID of the organization, project or key."""
+    """UUID of the organization, project, key, end user or value of a label."""
     subject_name: str = ""
-    """Display name: "organization", "organization/project" or a key's prefix."""
+    """Display name: "organization", "organization/project", a key's prefix, the name of an end user
+    or "key=value" of a label. An erased end user has its id."""
     model: str = ""
     """Limited model; empty: all models together."""
     dimension: QuotaDimension = QuotaDimension.UNSPECIFIED
@@ -167,6 +168,11 @@ class Alert(Value):
     """The invoice at the time of the alert. Unset for other kinds."""
     key: AlertKey | None = None
     """The key that got a new secret or more rights. Unset for other kinds."""
+    within_id: str = ""
+    """UUID of the organization or project within which the limit of an end user or label counts.
+    Empty for other subjects."""
+    within_name: str = ""
+    """Display name of that: "organization" or "organization/project"."""
 
 
 @dataclass(frozen=True, slots=True)
