@@ -17,7 +17,10 @@ row "simulated" is Weir with its simulated engine of the same speed instead.
 3. A burst of 500 requests of one key with a limit of 100: how many are served. LiteLLM has its
    limits from a custom authentication function, since its keys need its database; two processes
    share a Redis server, or Weir's database.
-4. `kill -9` under load: complete responses without a usage record. LiteLLM's records are those of
+4. Ten requests at once of an end user that no one knows, against a default limit for three, in
+   many tries: four api processes, one of which is killed. LiteLLM has no part in it: its budgets of
+   end users need its database.
+5. `kill -9` under load: complete responses without a usage record. LiteLLM's records are those of
    its `generic_api` callback, since its spend logs need its database.
 """
 
@@ -36,6 +39,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -64,6 +68,20 @@ from infra.peers import PEERS, install
 from metering.store.db import psycopg_conninfo
 from metering.tenants.authentication import prefix_of
 
+# A default limit for each end user of the project of a key.
+DEFAULT_LIMIT = """
+INSERT INTO quotas (subject, subject_id, for_each, dimension, limit_value)
+SELECT 'project', project_id, 'end_user', 'tokens_per_month', %s FROM api_keys WHERE prefix = %s
+"""
+ADMITTED = """
+SELECT count(*)
+FROM holds
+WHERE state <> 'voided'
+  AND end_user_id IS NOT NULL
+  AND project_id = (SELECT project_id FROM api_keys WHERE prefix = %s)
+GROUP BY end_user_id
+"""
+FIRST_COUNT, FIRST_LIMIT = 10, 3
 OUTPUT_TOKENS = 16
 PROMPT = " ".join(["hotel"] * 25)
 BURST, LIMIT = 500, 100
@@ -325,6 +343,61 @@ def burst(gateway: Running) -> int:
     return int(seen["statuses"].get("200", 0))
 
 
+@dataclass(frozen=True, slots=True)
+class FirstRequests:
+    """Tries with ten first requests of an end user, of which three have room.
+
+    `served` has the number of tries by that of served requests, where each was answered; `broken`
+    those where the kill broke a connection. `admitted` has the number of end users by that of
+    admitted requests in the database.
+    """
+
+    served: dict[int, int]
+    broken: dict[int, int]
+    admitted: dict[int, int]
+    other_statuses: dict[int, int]
+
+
+def first_requests(
+    site: Site, settings: Mapping[str, Any], try_count: int, prompt_tokens: int
+) -> FirstRequests:
+    """Send first requests to four api processes, and kill one after a third of the tries."""
+    [secret] = create_keys(site.database_url, 1)
+    limit = FIRST_LIMIT * (prompt_tokens + OUTPUT_TOKENS)
+    with psycopg.connect(psycopg_conninfo(site.database_url), autocommit=True) as connection:
+        connection.execute(DEFAULT_LIMIT, (limit, prefix_of(secret)))
+        with weir(site, settings, secret, process_count=4) as gateway:
+            load = {"connection_count": FIRST_COUNT, "try_count": try_count}
+            process = client(gateway, "first", **load)
+            assert process.stdout is not None
+            process.stdout.readline()
+            os.kill(gateway.serving()[0], signal.SIGKILL)
+            tries: list[list[int]] = seen_by(process)["tries"]
+        rows = connection.execute(ADMITTED, (prefix_of(secret),)).fetchall()
+    return FirstRequests(
+        Counter(each.count(200) for each in tries if 0 not in each),
+        Counter(each.count(200) for each in tries if 0 in each),
+        Counter(row[0] for row in rows),
+        Counter(status for each in tries for status in each if status not in (0, 200, 429)),
+    )
+
+
+def measure_first_requests(
+    site: Site, settings: Mapping[str, Any], try_count: int, prompt_tokens: int, figures: Figures
+) -> None:
+    """Print and store how many first requests of each end user were admitted."""
+    found = first_requests(site, settings, try_count, prompt_tokens)
+    figures["Weir"]["first_requests"] = asdict(found)
+    print(
+        f"\n{FIRST_COUNT} first requests at once of an unknown end user, default limit for"
+        f" {FIRST_LIMIT}, four processes, one killed:\n"
+        f"Weir: served per try {dict(found.served)}, of tries with a broken connection"
+        f" {dict(found.broken)}, admitted per end user {dict(found.admitted)},"
+        f" other statuses {dict(found.other_statuses)}",
+        flush=True,
+    )
+
+
 def delivered_until_kill(gateway: Running, connection_count: int) -> list[str]:
     """Kill the gateway under load. Return the ids of the complete responses."""
     load = {"connection_count": connection_count, "delivered_count": KILL_AFTER_COUNT}
@@ -470,6 +543,7 @@ def measure(options: argparse.Namespace, site: Site) -> Figures:
                 ratio = figures["Weir"][name]["per_core"] / figures[peer][name]["per_core"]
                 print(f"{name}: requests per second of a core, Weir / {peer}: {ratio:.2f}")
         measure_bursts(options, site, remote, port, prompt_tokens, figures)
+        measure_first_requests(site, remote, options.tries, prompt_tokens, figures)
         measure_kills(options, site, remote, key, port, figures)
     return figures
 
@@ -544,6 +618,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--step-ms", type=float, default=5.0, help="of the upstream, per token (default: 5)"
+    )
+    parser.add_argument(
+        "--tries", type=int, default=1000, help="of first requests (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()

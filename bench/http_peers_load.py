@@ -9,6 +9,7 @@ ids as Weir's remote engines request them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import re
@@ -29,6 +30,7 @@ FIRST_TEXT = re.compile(rb'"content":\s*"[^"]')
 COUNT = re.compile(rb'"completion_tokens":\s*(\d+)')
 RECORD_ID = re.compile(rb'"litellm_call_id":\s*"([0-9a-f-]{36})"')
 WINDOW_TOKENS = 4096
+TRIES_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ class Load:
     """Load of a client, whose connections are spread over `ports`. `body` has further parameters.
 
     In `mode` "rate", each connection sends consecutive requests for a time; in "burst", one
-    request, all at once; in "delivered", consecutive requests until the connections break.
+    request, all at once; in "delivered", consecutive requests until the connections break; in
+    "first", `try_count` times so many requests at once of a new end user.
     `pause_s` is the pause before each request, `delivered_count` the number of complete responses
     before "delivered" counts.
     """
@@ -53,11 +56,15 @@ class Load:
     seconds: float = 4.0
     pause_s: float = 0.0
     delivered_count: int = 0
+    try_count: int = 0
 
 
 @dataclass(slots=True)
 class Seen:
-    """Measurements of a run: `request_count` and `ttft_ms` after the warm-up, `delivered` ids."""
+    """Measurements of a run: `request_count` and `ttft_ms` after the warm-up, `delivered` ids.
+
+    `tries` has the statuses of each try of "first", 0 for a connection that broke.
+    """
 
     request_count: int = 0
     wall_s: float = 0.0
@@ -65,6 +72,7 @@ class Seen:
     statuses: dict[int, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     delivered: list[str] = field(default_factory=list)
+    tries: list[list[int]] = field(default_factory=list)
 
 
 class Client:
@@ -98,6 +106,8 @@ class Client:
     async def run(self) -> Seen:
         """Run the load. Print a line when counting begins and when it ends."""
         load = self._load
+        if load.mode == "first":
+            return await self._first_requests()
         opened = [
             await asyncio.open_connection("127.0.0.1", load.ports[index % len(load.ports)])
             for index in range(load.connection_count)
@@ -125,6 +135,42 @@ class Client:
             for _, writer in opened:
                 writer.close()
         return self._seen
+
+    async def _first_requests(self) -> Seen:
+        turn = asyncio.Semaphore(TRIES_AT_ONCE)
+
+        async def one(number: int) -> None:
+            async with turn:
+                statuses = [self._status(f"user-{number}", number + i) for i in range(count)]
+                self._seen.tries.append(await asyncio.gather(*statuses))
+                if len(self._seen.tries) == self._load.try_count // 3:
+                    print("begin", flush=True)
+
+        count = self._load.connection_count
+        await asyncio.gather(*map(one, range(self._load.try_count)))
+        return self._seen
+
+    async def _status(self, user: str, port_index: int) -> int:
+        """Send one request of an end user on a connection of its own; return its status.
+
+        If a process does not accept connections, the next one gets the request.
+        """
+        body = self._body[:-1] + f', "user": "{user}"}}'.encode()
+        size = f"content-length: {len(self._body)}"
+        head = self._head.replace(size, f"content-length: {len(body)}")
+        ports = self._load.ports
+        for port in ports[port_index % len(ports) :] + ports:
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            except ConnectionRefusedError:
+                continue
+            with contextlib.closing(writer):
+                try:
+                    writer.write(f"{head}\r\n\r\n".encode() + body)
+                    return (await read_response(reader))[0]
+                except (ConnectionError, asyncio.IncompleteReadError):
+                    return 0
+        return 0
 
     async def _ask_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

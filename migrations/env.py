@@ -23,8 +23,9 @@ from metering.store.migrations_runner import MIGRATION_LOCK_ID
 
 # Tables used by SQL only, see `docs/internals/tables.md`. All other tables have a mapped class.
 UNMAPPED = """
-adjustment_decisions adjustments admin_requests billing_months billing_profiles cancel_commands
-credit_applications credit_grants document_series export_progress invoice_letterheads invoice_lines
+adjustment_decisions adjustments admin_requests alert_scans billing_months billing_profiles
+cancel_commands credit_applications credit_grants document_series export_progress
+invoice_letterheads invoice_lines
 invoices issued_documents ledger_accounts ledger_entries ledger_transactions live_reports
 meter_batches month_closings plan_assignments plan_versions receipt_batches receipt_chains
 receipt_keys replica_drains resale_statement_lines resale_statements rule_changes stripe_events

@@ -255,7 +255,7 @@ def _fields(kind: Any) -> list[tuple[str, Callable[[Any, str], Any], str]]:
             convert = functools.partial(_enum_value, field.enum_type)
         elif field.type == field.TYPE_STRING and not field.is_repeated:
             convert = _text
-        elif field.message_type is not None:
+        elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
             made = message_factory.GetMessageClass(field.message_type)
             convert = functools.partial(_messages if field.is_repeated else _message, made)
             attribute = (

@@ -10,8 +10,8 @@ statement that finds crossings writes them, and the database accepts each alert 
 append-only (trigger). Admissions never read them.
 
 Limits of end users and label values are many, and may all be crossed at once: an organization gets
-at most `USAGE_SUBJECT_ALERTS_PER_HOUR` alerts about them, the highest thresholds first. The others
-are fired in the next hours, for as long as their window is scanned.
+at most `USAGE_SUBJECT_ALERTS_PER_HOUR` alerts about them, the highest thresholds of a scan first.
+The others are scanned again later.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from metering.tenants.four_eyes import ACTS, WIDENED, KeyAct, widened_fields
 ALERTS_MAX = 5_000  # per statement: thresholds may be set on very many limits at once
 STATEMENTS_MAX = 10  # per scan; the next one continues
 USAGE_SUBJECT_ALERTS_PER_HOUR = 1_000  # per organization
+POSTPONED_S = 600  # until a limit beyond these is scanned again
 DAYS_BACK = 2  # complete days; older counters of days are deleted
 MONTHS_BACK = 1
 # Requests that an enforced limit refuses exceed its rest, so that a limit is hardly ever used to
@@ -54,6 +55,10 @@ MONTHS_BACK = 1
 USED_UP_MILLI = 995
 # Test of a threshold in percent: a float filter with some margin, before the exact integer test.
 NEARLY = 0.0099
+# The planner cannot know that hardly any selector is taken, and would read all limits.
+SCAN_SETTINGS = text("SET LOCAL enable_seqscan = off")
+# A worker that was down finds the changes of keys it missed, in the end of the audit log.
+KEYS_BACK, ENTRIES_BACK = timedelta(days=2), 50_000
 CREDIT = QuotaDimension.PREPAID_CREDIT_PICOS
 
 
@@ -348,24 +353,24 @@ def facts_of(alert: Alert) -> InvoiceFacts:
     )
 
 
-# A worker that was down finds the changes of keys it missed, in the end of the audit log.
-KEYS_BACK, ENTRIES_BACK = timedelta(days=2), 50_000
+def _fire(scanned: str, quotas: str, chosen: str, limit: str = "", bounded: str = "") -> str:
+    """Build the statement that fires alerts of the limits `chosen` among `quotas`.
 
-
-FIRE_CROSSED = text(f"""
-WITH windows AS (
+    `scanned` are CTEs that the condition needs; `bounded` are those that choose `due` of `owned`.
+    """
+    return f"""windows AS (
     SELECT *
     FROM unnest(
         CAST(:dimensions AS text[]), CAST(:starts AS timestamptz[]), CAST(:ends AS timestamptz[])
     ) AS w (dimension, starts_at, ends_at)
-), limits AS MATERIALIZED (
+), {scanned}limits AS MATERIALIZED (
     -- limit_value: the limit in force at the end of the window, or now. used_min: usage below it
     -- crosses no threshold.
     SELECT q.id, q.subject, q.subject_id, q.within_id, q.dimension, q.enforced, q.alert_at,
            w.starts_at, l.limit_value,
            CASE WHEN q.dimension = '{CREDIT}' THEN 0
                 ELSE l.limit_value::float8 * q.alert_at[1] * {NEARLY} END AS used_min
-    FROM quota_terms q
+    FROM {quotas}
     JOIN windows w
         ON w.dimension = q.dimension
        AND (w.ends_at > now() OR w.ends_at > q.changed_at)
@@ -377,11 +382,16 @@ WITH windows AS (
       AND q.deleted_at IS NULL
       AND NOT q.for_new_keys
       AND q.for_each = ''
+      AND {chosen}
       AND l.limit_value > 0
 ), near AS MATERIALIZED (
     SELECT l.*, c.used
-    FROM limits l
-    JOIN quota_counters c ON c.quota_id = l.id AND c.window_start = l.starts_at
+    FROM limits l, LATERAL (  -- OFFSET 0: always by its key
+        SELECT used
+        FROM quota_counters
+        WHERE quota_id = l.id AND window_start = l.starts_at
+        OFFSET 0
+    ) c
     WHERE c.used >= l.used_min
 ), crossed AS (
     SELECT n.*, t.threshold
@@ -405,7 +415,8 @@ WITH windows AS (
           WHERE (a.quota_id, a.window_start, a.threshold, a.limit_value)
               = (n.id, n.starts_at, t.threshold, n.limit_value)
       )
-), owned AS (
+    {limit}
+), owned AS MATERIALIZED (
     SELECT c.*, coalesce(p.organization_id, c.within_id, c.subject_id) AS organization_id
     FROM crossed c
     LEFT JOIN api_keys k ON c.subject = 'api_key' AND k.id = c.subject_id
@@ -413,35 +424,84 @@ WITH windows AS (
         ON p.id = CASE c.subject WHEN 'project' THEN c.subject_id
                                  WHEN 'api_key' THEN k.project_id
                                  ELSE c.within_id END
-), recent AS (
-    -- Alerts about usage subjects in the last hour, which lessen those that may follow.
+), {bounded}fired AS (
+    INSERT INTO alerts
+        (organization_id, quota_id, window_start, threshold, limit_value, used, fired_at)
+    SELECT d.organization_id, d.id, d.starts_at, d.threshold, d.limit_value, d.used, now()
+    FROM {"due" if bounded else "owned"} d
+    ORDER BY d.id, d.starts_at, d.threshold  -- one order for all workers prevents deadlocks
+    ON CONFLICT DO NOTHING
+    RETURNING id, organization_id
+), {QUEUE_FIRED}
+"""
+
+
+FIRE_CROSSED = text(f"""
+WITH {_fire("", "quotas q", "q.within_id IS NULL", limit="LIMIT :limit")}
+""")
+# Limits of usage subjects may be a million. Only those are read whose use or terms have changed
+# since the last scan, which takes them from `alert_scans`; a changed selector concerns all of its,
+# so many at a time.
+_taken = """taken AS (
+    DELETE FROM alert_scans
+    WHERE ctid = ANY(ARRAY(
+        SELECT ctid
+        FROM alert_scans
+        WHERE due_at <= now()
+        ORDER BY due_at, quota_id
+        LIMIT :limit
+        FOR UPDATE SKIP LOCKED
+    ))
+    RETURNING quota_id, after_id
+), given AS MATERIALIZED (
+    SELECT quota_id AS selector_id, q.*
+    FROM taken, LATERAL (
+        SELECT id, subject_id
+        FROM quotas
+        WHERE selector_id = quota_id AND subject_id > after_id AND deleted_at IS NULL
+        ORDER BY subject_id
+        LIMIT :limit
+    ) q
+), continued AS (
+    INSERT INTO alert_scans (quota_id, after_id)
+    SELECT selector_id, (array_agg(subject_id ORDER BY subject_id DESC))[1]
+    FROM given
+    GROUP BY selector_id
+    HAVING count(*) = :limit
+    ON CONFLICT DO NOTHING  -- it has changed again
+), scanned AS MATERIALIZED (
+    SELECT quota_id FROM taken UNION SELECT id FROM given
+), """
+# Alerts of the last hour lessen those that may follow. The limits left out are scanned again.
+_bounded = f"""recent AS (
     SELECT a.organization_id, count(*) AS alert_count
     FROM alerts a
     JOIN quotas q ON q.id = a.quota_id
     WHERE a.fired_at > now() - interval '1 hour' AND q.within_id IS NOT NULL
     GROUP BY 1
-), due AS (
-    SELECT o.*
+), ranked AS MATERIALIZED (
+    SELECT o.*, o.place <= :per_hour - coalesce(r.alert_count, 0) AS is_due
     FROM (
         SELECT *, row_number() OVER (
-                   PARTITION BY organization_id, within_id IS NOT NULL
-                   ORDER BY threshold DESC, starts_at DESC, id
+                   PARTITION BY organization_id ORDER BY threshold DESC, starts_at DESC, id
                ) AS place
         FROM owned
     ) AS o
     LEFT JOIN recent r USING (organization_id)
-    WHERE o.within_id IS NULL OR o.place <= :per_hour - coalesce(r.alert_count, 0)
-    LIMIT :limit
-), fired AS (
-    INSERT INTO alerts
-        (organization_id, quota_id, window_start, threshold, limit_value, used, fired_at)
-    SELECT d.organization_id, d.id, d.starts_at, d.threshold, d.limit_value, d.used, now()
-    FROM due d
-    ORDER BY d.id, d.starts_at, d.threshold  -- one order for all workers prevents deadlocks
-    ON CONFLICT DO NOTHING
-    RETURNING id, organization_id
-), {QUEUE_FIRED}
+), due AS (
+    SELECT * FROM ranked WHERE is_due
+), postponed AS (
+    INSERT INTO alert_scans (quota_id, due_at)
+    SELECT DISTINCT id, now() + interval '{POSTPONED_S} seconds'
+    FROM ranked
+    WHERE NOT is_due
+    ON CONFLICT DO NOTHING  -- it has changed again
+), """
+_of_key = "LATERAL (SELECT * FROM quota_terms WHERE id = quota_id OFFSET 0) q"
+FIRE_OF_USAGE_SUBJECTS = text(f"""
+WITH {_fire(_taken, f"scanned, {_of_key}", "q.within_id IS NOT NULL", bounded=_bounded)}
 """)
+IS_SCAN_DUE = text("SELECT EXISTS (SELECT FROM alert_scans WHERE due_at <= now())")
 
 
 async def fire_due_alerts(sessions: Sessions) -> int:
@@ -450,22 +510,27 @@ async def fire_due_alerts(sessions: Sessions) -> int:
     Returns the number of alerts. Concurrent scans are safe.
     """
     fired_count = 0
-    for _ in range(STATEMENTS_MAX):
-        async with sessions.begin() as session:
-            now = await database_now(session)
-            windows = scanned_windows(now)
-            parameters = {
-                "dimensions": [str(dimension) for dimension, _, _ in windows],
-                "starts": [starts_at for _, starts_at, _ in windows],
-                "ends": [ends_at for _, _, ends_at in windows],
-                "month": window_start(QuotaDimension.COST_PICOS_PER_MONTH, now).date(),
-                "limit": ALERTS_MAX,
-                "per_hour": USAGE_SUBJECT_ALERTS_PER_HOUR,
-            }
-            found = int((await session.execute(FIRE_CROSSED, parameters)).scalar_one())
-        fired_count += found
-        if found < ALERTS_MAX:
-            break
+    for statement in (FIRE_CROSSED, FIRE_OF_USAGE_SUBJECTS):
+        for _ in range(STATEMENTS_MAX):
+            async with sessions.begin() as session:
+                now = await database_now(session)
+                windows = scanned_windows(now)
+                if statement is FIRE_OF_USAGE_SUBJECTS:
+                    await session.execute(SCAN_SETTINGS)
+                parameters = {
+                    "dimensions": [str(dimension) for dimension, _, _ in windows],
+                    "starts": [starts_at for _, starts_at, _ in windows],
+                    "ends": [ends_at for _, _, ends_at in windows],
+                    "month": window_start(QuotaDimension.COST_PICOS_PER_MONTH, now).date(),
+                    "limit": ALERTS_MAX,
+                }
+                if statement is FIRE_OF_USAGE_SUBJECTS:
+                    parameters["per_hour"] = USAGE_SUBJECT_ALERTS_PER_HOUR
+                found = int((await session.execute(statement, parameters)).scalar_one())
+                is_due = statement is not FIRE_CROSSED and await session.scalar(IS_SCAN_DUE)
+            fired_count += found
+            if found < ALERTS_MAX and not is_due:
+                break
     async with sessions.begin() as session:
         changes = {"since": KEYS_BACK, "entries": ENTRIES_BACK, "limit": ALERTS_MAX}
         return fired_count + int((await session.execute(FIRE_KEY_CHANGES, changes)).scalar_one())

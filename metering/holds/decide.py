@@ -25,6 +25,7 @@ from metering.core.errors import (
     PriceMissing,
     RequestIdReused,
     RequestInFlight,
+    WriteConflict,
 )
 from metering.core.models import HoldState, Outcome, ServiceTier
 from metering.holds.operations import (
@@ -75,6 +76,8 @@ REPORTED = (
     "reasoning_token_count",
 )
 TermsKey = tuple[int, str, str, ServiceTier, bool]  # key, currency, model, tier, embedding
+# Organization, kind, label key and name of a usage subject.
+MemberName = tuple[uuid.UUID, str, str, str]
 MemberKey = tuple[str, ...]  # end user, and the value of each limited label; empty: not given
 
 
@@ -163,6 +166,11 @@ class Member:
     is_new: bool = False
     is_archived: bool = False
     is_idle: bool = False
+
+    @property
+    def full_name(self) -> MemberName:
+        """Name, unique among all."""
+        return self.organization_id, self.kind, self.label_key, self.name
 
     @property
     def shown(self) -> str:
@@ -311,6 +319,8 @@ class BatchReads(msgspec.Struct, eq=False):
     # How many more usage subjects of a kind an organization may have, and the maximum.
     room: dict[tuple[int, str], int] = msgspec.field(default_factory=dict)
     end_users_max: int = 0
+    # Usage subjects that an administrator's open transaction is creating.
+    taken_names: set[MemberName] = msgspec.field(default_factory=set)
 
 
 # Live holds of this process as of the database's last answers, by integer id. Holds without a
@@ -445,13 +455,15 @@ class Decisions(msgspec.Struct, eq=False):
         )
 
     def new_members(self, creation: Creation) -> list[Member]:
-        """Return the usage subjects that take up room. Raises: EndUsersExhausted."""
+        """Return the usage subjects that take up room. Raises: EndUsersExhausted, WriteConflict."""
         new = [
             each
             for each in creation.members
             if (each.is_new or each.is_archived) and each.id.int not in self.created
         ]
         for each in new:
+            if each.is_new and each.full_name in self.reads.taken_names:
+                raise WriteConflict("an administrator is setting a limit of this end user or label")
             if self.reads.room[each.organization_id.int, each.kind] < 1:
                 what = f"values of limited labels such as {each.label_key}"
                 raise EndUsersExhausted(

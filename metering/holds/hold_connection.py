@@ -208,7 +208,9 @@ class HoldConnection:
             [renewed] = await self.execute([renewal])
             if isinstance(renewed, DatabaseUnavailable):
                 return [renewed] * len(binds)
-            answers = await self._execute(execute_binds, binds)
+            answers = await self._execute(
+                partial(execute_binds, end_users_max=self._owner.end_users_max), binds
+            )
             if Ended(done=False) not in answers:
                 break
         return answers

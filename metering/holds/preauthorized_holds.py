@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import structlog
+
 from metering.core.errors import (
     DatabaseUnavailable,
     MeteringError,
@@ -26,18 +28,17 @@ from metering.core.errors import (
 )
 from metering.core.models import HoldState, ServiceTier
 from metering.holds.bindings import Bind
-from metering.holds.decide import BatchReads, Hold
+from metering.holds.decide import END_USERS_MAX, BatchReads, Hold, Member, MemberName
 from metering.holds.lease_clock import LeaseClock
 from metering.holds.operations import Admit, Admitted, Ended, Fits, HoldAnswer, new_hold_id
 from metering.holds.read import (
     INSERT_SUBJECT_COUNTS,
     LOCK_SUBJECT_COUNTS,
-    MemberName,
     lock_counters,
     read_and_lock,
     read_members,
 )
-from metering.holds.write import counter_writes
+from metering.holds.write import counter_writes, member_writes
 from metering.quotas import quotas
 from metering.quotas.quota_rules import FOR_END_USERS, FOR_LABEL, CounterKey, Kind, Payer
 from metering.quotas.quotas import Counters, QuotaExceeded
@@ -52,6 +53,7 @@ from metering.store.pipeline import (
     text_array,
 )
 
+log = structlog.get_logger(__name__)
 UserKey = tuple[uuid.UUID, str, ServiceTier, bool]
 
 USER_COUNT_MAX = 1000  # pairs of key and model with holds; beyond it the least recently used goes
@@ -373,13 +375,6 @@ JOIN unnest(%s::uuid[], %s::uuid[]) AS a(project_id, request_id) USING (project_
 WHERE h.state <> 'voided'
 """
 
-INSERT_END_USERS = """
-INSERT INTO usage_subjects (organization_id, kind, name)
-SELECT organization_id, 'end_user', name
-FROM unnest(%s::uuid[], %s::text[]) AS n(organization_id, name)
-ON CONFLICT DO NOTHING
-"""
-
 BIND_HOLDS = """
 UPDATE holds h
 SET request_id = v.request_id, payload_hash = v.payload_hash, labels = v.labels::jsonb,
@@ -391,7 +386,7 @@ WHERE h.id = v.id
 
 
 async def execute_binds(
-    connection: Connection, binds: Sequence[Bind]
+    connection: Connection, binds: Sequence[Bind], end_users_max: int = END_USERS_MAX
 ) -> list[HoldAnswer | Exception]:
     """Bind holds to requests in one transaction; answer for each, in order, whether it is bound.
 
@@ -400,7 +395,7 @@ async def execute_binds(
     psycopg.Error.
     """
     reads = await read_and_lock(connection, {bind.hold_id for bind in binds})
-    end_user_ids = await end_users_of(connection, binds)
+    end_user_ids = await end_users_of(connection, binds, end_users_max)
     keys = {key for hold in reads.holds.values() for key in bound_keys(reads, hold)}
     counters = await lock_counters(connection, reads.now, keys)
     requests = id_array(b.payer.project_id for b in binds), id_array(b.request_id for b in binds)
@@ -456,23 +451,38 @@ def shrink(counters: Counters, hold: Hold, bind: Bind) -> None:
 
 
 async def end_users_of(
-    connection: Connection, binds: Sequence[Bind]
+    connection: Connection, binds: Sequence[Bind], end_users_max: int
 ) -> dict[MemberName, uuid.UUID]:
-    """Find the end users of these requests; create those that are new, whatever the bound is."""
-    names = {member_name(bind) for bind in binds if bind.end_user}
+    """Find the end users of these requests; create new ones and bring back archived ones.
+
+    No refusal is possible, since the requests have run: one for which the organization has no room
+    is left out, and its requests count as those without an end user. An archived one without room
+    stays archived.
+    """
+    names = dict.fromkeys(member_name(bind) for bind in binds if bind.end_user)
     if not names:
         return {}
-    organization_ids, _, _, values = zip(*sorted(names), strict=True)
-    owners = id_array(sorted(set(organization_ids)))
-    await run_pipeline(
-        connection,
-        [
-            (INSERT_SUBJECT_COUNTS, (owners,)),
-            (LOCK_SUBJECT_COUNTS, (owners,)),
-            (INSERT_END_USERS, (id_array(organization_ids), text_array(values))),
-        ],
+    owners = id_array(sorted({name[0] for name in names}))
+    _, counts = await run_pipeline(
+        connection, [(INSERT_SUBJECT_COUNTS, (owners,)), (LOCK_SUBJECT_COUNTS, (owners,))]
     )
+    room = {row[0]: end_users_max - row[1] for row in counts}
     found, _ = await read_members(connection, names)
+    changed: list[Member] = []
+    for name in names:
+        member = found.get(name) or Member(*name, uuid.uuid4(), is_new=True)
+        if member.is_new or member.is_archived:
+            if room[name[0]] < 1:
+                if member.is_new:
+                    log.warning("end_user_without_room", organization_id=str(name[0]))
+                continue
+            room[name[0]] -= 1
+            found[name] = member
+        elif not member.is_idle:
+            continue
+        changed.append(member)
+    if statements := member_writes(changed):
+        await run_pipeline(connection, statements)
     return {name: member.id for name, member in found.items()}
 
 
@@ -493,6 +503,7 @@ def bind_columns(
         array(bind.input_token_count for bind in binds),
         array(bind.leased_token_count for bind in binds),
         text_array(
-            str(end_user_ids[member_name(bind)]) if bind.end_user else None for bind in binds
+            str(found) if (found := end_user_ids.get(member_name(bind))) is not None else None
+            for bind in binds
         ),
     )

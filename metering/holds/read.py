@@ -25,6 +25,7 @@ from metering.holds.decide import (
     HoldTerms,
     Member,
     MemberKey,
+    MemberName,
     SameRequest,
     TermsKey,
 )
@@ -49,6 +50,7 @@ from metering.store.pipeline import (
     Connection,
     Row,
     Statement,
+    Value,
     array,
     id_array,
     id_bytes_array,
@@ -56,6 +58,7 @@ from metering.store.pipeline import (
     run_pipeline,
     text_array,
 )
+from metering.tenants.usage_subjects import NAME_LOCK
 
 # The limit in force: a temporary override ends by the database's clock.
 RULE_COLUMNS = """
@@ -73,9 +76,6 @@ CASE WHEN within_id IS NULL THEN '' ELSE coalesce((
 CASE WHEN within_id IS NULL AND for_each = '' THEN '' ELSE coalesce((
     SELECT name FROM projects p WHERE p.id = coalesce(within_id, subject_id)), '') END AS scope_name
 """
-
-# Organization, kind, label key and name of a usage subject.
-MemberName = tuple[uuid.UUID, str, str, str]
 
 RULE_COUNT_MAX = 32_768  # some 15 MB
 RULES: weakref.WeakKeyDictionary[Connection, RuleCache] = weakref.WeakKeyDictionary()
@@ -244,6 +244,14 @@ FROM usage_subject_counts
 WHERE organization_id = ANY(%s::uuid[])
 ORDER BY organization_id
 FOR UPDATE
+"""
+# The names that an administrator's open transaction is creating: inserting them would wait for it,
+# and it may wait for the lock of admissions.
+LOCK_NAMES = f"""
+SELECT organization_id, kind, label_key, name
+FROM unnest(%s::uuid[], %s::text[], %s::text[], %s::text[])
+    AS a(organization_id, kind, label_key, name)
+WHERE NOT pg_try_advisory_xact_lock({NAME_LOCK})
 """
 
 SELECT_PRICES_IN_FORCE = f"""
@@ -551,18 +559,23 @@ async def read_members(
     """Read the usage subjects of these names, and their limits."""
     if not names:
         return {}, []
-    organization_ids, kinds, label_keys, values = zip(*sorted(names), strict=True)
-    parameters = (
-        id_array(organization_ids),
-        text_array(kinds),
-        text_array(label_keys),
-        text_array(values),
-    )
+    parameters = name_columns(names)
     members, rules = await run_pipeline(
         connection, [(SELECT_MEMBERS, parameters), (SELECT_MEMBER_RULES, parameters)]
     )
     found = {row[:4]: Member(*row) for row in members}
     return found, list(rules_of_rows(connection, rules).values())
+
+
+def name_columns(names: Collection[MemberName]) -> tuple[Value, ...]:
+    """Pack names of usage subjects into array parameters."""
+    organization_ids, kinds, label_keys, values = zip(*sorted(names), strict=True)
+    return (
+        id_array(organization_ids),
+        text_array(kinds),
+        text_array(label_keys),
+        text_array(values),
+    )
 
 
 class MemberReads:
@@ -688,9 +701,18 @@ async def take_members(connection: Connection, reads: BatchReads, admits: Sequen
     }
     if creating:
         ids = id_array(sorted(creating))
-        _, counts = await run_pipeline(
-            connection, [(INSERT_SUBJECT_COUNTS, (ids,)), (LOCK_SUBJECT_COUNTS, (ids,))]
-        )
+        new = {
+            member.full_name
+            for each in built
+            if each.creation is not None
+            for member in each.creation.members
+            if member.is_new
+        }
+        locks: list[Statement] = [(INSERT_SUBJECT_COUNTS, (ids,)), (LOCK_SUBJECT_COUNTS, (ids,))]
+        if new:
+            locks.append((LOCK_NAMES, name_columns(new)))
+        _, counts, *taken = await run_pipeline(connection, locks)
+        reads.taken_names = {row for rows in taken for row in rows}
         for organization_id, end_user_count, label_value_count in counts:
             for kind, count in (("end_user", end_user_count), ("label", label_value_count)):
                 reads.room[organization_id.int, kind] = reads.end_users_max - count

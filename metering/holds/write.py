@@ -70,9 +70,10 @@ INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payl
     price_version_id, labels, process_id, input_token_count, leased_token_count, quota_ids,
     admitted_at, charged_at, expires_at, embedding, end_user_id)
 SELECT ids[2 * i - 1], payers[4 * t - 3], payers[4 * t - 2], payers[4 * t - 1], ids[2 * i],
-    payload_hash, models[t], terms[4 * t - 3], coalesce(labels::jsonb, '{{}}'), %s::uuid,
-    input_token_count, leased_token_count, quota_ids[terms[4 * t - 2]:terms[4 * t - 1]],
-    now(), now(), now() + make_interval(secs => %s), terms[4 * t] <> 0,
+    payload_hash, models[terms[5 * t - 4]], terms[5 * t - 3], coalesce(labels::jsonb, '{{}}'),
+    %s::uuid, input_token_count, leased_token_count,
+    quota_ids[terms[5 * t - 2]:terms[5 * t - 1]],
+    now(), now(), now() + make_interval(secs => %s), terms[5 * t] <> 0,
     nullif(payers[4 * t], '00000000-0000-0000-0000-000000000000')
 FROM (SELECT %s::uuid[] AS payers, %s::text[] AS models, %s::bigint[] AS terms,
         %s::uuid[] AS quota_ids, %s::uuid[] AS ids, %s::bigint[] AS numbers) AS sent,
@@ -306,16 +307,10 @@ def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
     return statements
 
 
-def new_members(reads: BatchReads, writes: BatchWrites, counters: Counters) -> list[Statement]:
-    """Build the statements that create the usage subjects and limits of newly admitted requests."""
-    members: dict[int, Member] = {}
-    rules: dict[int, QuotaRule] = {}
-    for _, hold in writes.holds if reads.creations else ():
-        if (creation := reads.creations.get(hold.terms)) is not None:
-            members |= {each.id.int: each for each in creation.members}
-            rules |= {each.number: each for each in creation.rules}
+def member_writes(members: Collection[Member]) -> list[Statement]:
+    """Build the statements that create new usage subjects, and mark the others as used today."""
     statements: list[Statement] = []
-    if new := [each for each in members.values() if each.is_new]:
+    if new := [each for each in members if each.is_new]:
         values = (
             id_array([each.id for each in new]),
             id_array([each.organization_id for each in new]),
@@ -324,8 +319,20 @@ def new_members(reads: BatchReads, writes: BatchWrites, counters: Counters) -> l
             text_array([each.name for each in new]),
         )
         statements.append((INSERT_MEMBERS, values))
-    if used := [each.id for each in members.values() if not each.is_new]:
+    if used := [each.id for each in members if not each.is_new]:
         statements.append((USE_MEMBERS, (id_array(used),)))
+    return statements
+
+
+def new_members(reads: BatchReads, writes: BatchWrites, counters: Counters) -> list[Statement]:
+    """Build the statements that create the usage subjects and limits of newly admitted requests."""
+    members: dict[int, Member] = {}
+    rules: dict[int, QuotaRule] = {}
+    for _, hold in writes.holds if reads.creations else ():
+        if (creation := reads.creations.get(hold.terms)) is not None:
+            members |= {each.id.int: each for each in creation.members}
+            rules |= {each.number: each for each in creation.rules}
+    statements = member_writes(members.values())
     if rules:
         quotas = (
             id_number_array(list(rules)),
@@ -355,16 +362,18 @@ def new_holds(writes: BatchWrites, owner: HoldOwner) -> list[Statement]:
     payers: list[bytes] = []
     terms: list[int] = []
     quota_ids: list[bytes] = []
+    models: dict[str, int] = {}  # finding an element of an array of texts reads those before it
     for each in indexes:
         payers += each.packed_payer_ids  # of organization, project, key and end user
         first = len(quota_ids) + 1
         quota_ids += each.packed_quota_ids
-        terms += each.prices.version, first, len(quota_ids), each.embedding
+        model = models.setdefault(each.model, len(models) + 1)
+        terms += model, each.prices.version, first, len(quota_ids), each.embedding
     values = (
         str(owner.process_id),
         owner.expiry_s,
         packed_array(UUID_OID, payers),
-        text_array([each.model for each in indexes]),
+        text_array(models),
         number_array(terms),
         packed_array(UUID_OID, quota_ids),
         id_number_array(ids),

@@ -165,7 +165,21 @@ WITH pending AS MATERIALIZED (
       AND p.id = u.price_version_id
       AND p.currency_code = t.currency_code
       AND u.cost_picos = {COST_OF_TOKENS}
-    RETURNING t.position, t.event_id, t.transaction_id, u.price_version_id, {KIND_COUNTS}
+    RETURNING t.position, t.event_id, t.transaction_id, u.price_version_id, {KIND_COUNTS},
+              CASE WHEN u.end_user_id IS NOT NULL OR u.labels <> '{{}}' THEN u.hold_id
+              END AS hold_id
+), scanned AS (
+    -- Limits of end users and label values are scanned for alerts when their use has changed.
+    INSERT INTO alert_scans (quota_id)
+    SELECT DISTINCT q.id
+    FROM marked
+    JOIN holds h ON h.id = marked.hold_id
+    CROSS JOIN unnest(h.quota_ids) AS c (quota_id)
+    JOIN quotas q ON q.id = c.quota_id
+    LEFT JOIN quotas s ON s.id = q.selector_id
+    WHERE q.within_id IS NOT NULL AND coalesce(s.alert_at, q.alert_at) <> '{{}}'
+    ORDER BY q.id
+    ON CONFLICT DO NOTHING
 ), sums AS MATERIALIZED (
     SELECT transaction_id, price_version_id, {KIND_SUMS}
     FROM marked

@@ -11,8 +11,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
+from itertools import pairwise
 
-from sqlalchemy import and_, delete, func, or_, select, text, tuple_, update
+from sqlalchemy import and_, func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
@@ -24,7 +25,6 @@ from metering.core.models import (
     Organization,
     Project,
     Quota,
-    QuotaCounter,
     QuotaDimension,
     QuotaKey,
     QuotaSubject,
@@ -40,12 +40,15 @@ from metering.quotas.quota_rules import (
     DIMENSIONS,
     FOR_END_USERS,
     FOR_LABEL,
+    MINUTE,
+    NO_WINDOW,
     WEIGHT_SCALE,
     Kind,
     QuotaState,
     Unit,
     Weights,
     token_scale,
+    window_start,
 )
 from metering.quotas.quota_states import states, weights_of
 from metering.store.db import Sessions, database_now
@@ -84,7 +87,23 @@ SUBJECT_TABLES: dict[QuotaSubject, type[Organization | Project | ApiKey]] = {
     QuotaSubject.API_KEY: ApiKey,
 }
 PAST_DAYS_KEPT = timedelta(days=2)
-PAST_MONTHS_KEPT = timedelta(days=93)
+# From the start of the window. Counters of a unit that is missing here are kept as those of days.
+PAST_KEPT = {Unit.MONTH: timedelta(days=93)}
+# Finds them by the index on the start of the window, however many counters are kept.
+DELETE_PAST_COUNTERS = text("""
+WITH past AS (
+    SELECT c.quota_id, c.window_start
+    FROM unnest(CAST(:after AS timestamptz[]), CAST(:before AS timestamptz[])) AS r(after, before)
+    JOIN quota_counters c ON c.window_start > r.after AND c.window_start < r.before
+    WHERE c.held = 0
+    LIMIT :limit
+), deleted AS (
+    DELETE FROM quota_counters c USING past
+    WHERE (c.quota_id, c.window_start) = (past.quota_id, past.window_start)
+    RETURNING 1
+)
+SELECT count(*) FROM deleted
+""")
 
 NO_OVERRIDE: dict[str, object] = {
     "override_limit_value": None,
@@ -273,35 +292,36 @@ async def _selector_for(
 async def delete_past_counters(session: AsyncSession, limit: int = PAST_COUNTERS_MAX) -> int:
     """Delete up to `limit` counters of past windows without holds; return how many were deleted.
 
-    Counters of minutes and days are kept for two days, those of months for 93 days: no request runs
-    that long. Records of rule changes that no process needs any more (`holds/hold_cache.py`) are
-    deleted as well.
+    They are kept longer than any request runs (`PAST_KEPT`). Records of rule changes that no
+    process needs any more (`holds/hold_cache.py`) are deleted as well.
     """
     await session.execute(
         text("DELETE FROM rule_changes WHERE changed_at < now() - :kept"), {"kept": PAST_DAYS_KEPT}
     )
-    ages = {
-        dimension: PAST_MONTHS_KEPT if unit is Unit.MONTH else PAST_DAYS_KEPT
-        for dimension, (_, unit, *_) in DIMENSIONS.items()
-        if unit
+    ranges = past_ranges(await database_now(session))
+    parameters = {
+        "after": [after for after, _ in ranges],
+        "before": [before for _, before in ranges],
+        "limit": limit,
     }
-    ended = or_(
-        *(
-            and_(Quota.dimension == d, QuotaCounter.window_start < func.now() - age)
-            for d, age in ages.items()
-        )
-    )
-    past = (
-        select(QuotaCounter.quota_id, QuotaCounter.window_start)
-        .join(Quota)
-        .where(ended, QuotaCounter.held == 0)
-        .limit(limit)
-    )
-    key = tuple_(QuotaCounter.quota_id, QuotaCounter.window_start)
-    deleted = await session.scalars(
-        delete(QuotaCounter).where(key.in_(past)).returning(QuotaCounter.quota_id)
-    )
-    return len(deleted.all())
+    return int(await session.scalar(DELETE_PAST_COUNTERS, parameters) or 0)
+
+
+def past_ranges(now: datetime) -> list[tuple[datetime, datetime]]:
+    """Return the ranges, without their ends, of the times at which only past windows start.
+
+    They leave out the starts of long windows whose counters are kept, with counters of other units
+    that start at the same time, and `NO_WINDOW`.
+    """
+    kept: set[datetime] = {NO_WINDOW}
+    for dimension, (_, unit, *_) in DIMENSIONS.items():
+        if unit in PAST_KEPT:
+            starts_at = window_start(dimension, now)
+            while starts_at >= now - PAST_KEPT[unit]:
+                kept.add(starts_at)
+                starts_at = window_start(dimension, starts_at - MINUTE)
+    ends = [*sorted(each for each in kept if each < now - PAST_DAYS_KEPT), now - PAST_DAYS_KEPT]
+    return list(pairwise(ends))
 
 
 async def delete_all_past_counters(sessions: Sessions, limit: int = PAST_COUNTERS_MAX) -> int:

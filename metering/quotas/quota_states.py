@@ -198,7 +198,7 @@ def effective(quotas: Sequence[QuotaState]) -> list[EffectiveQuota]:
 
 async def narrowed_by(session: AsyncSession, state: QuotaState) -> uuid.UUID | None:
     """Find the limit of a wider scope that makes this one ineffective; None if there is none."""
-    subject_ids = {state.subject_id}
+    subject_ids = {state.rule.within_id or state.subject_id}
     if state.subject is QuotaSubject.API_KEY:
         project_id = await session.scalar(
             select(ApiKey.project_id).where(ApiKey.id == state.subject_id)
@@ -220,6 +220,7 @@ def _narrowed_by(state: QuotaState, others: Iterable[QuotaState]) -> uuid.UUID |
         and (SUBJECT_ORDER.index(other.subject), other.model != "") != rank
         and SUBJECT_ORDER.index(other.subject) <= rank[0]
         and other.model in ("", state.model)
+        and includes(other.rule, state.rule)
         and narrows(other.rule, state.rule)
     ]
     return (
@@ -227,6 +228,15 @@ def _narrowed_by(state: QuotaState, others: Iterable[QuotaState]) -> uuid.UUID |
         if above
         else None
     )
+
+
+def includes(parent: QuotaRule, child: QuotaRule) -> bool:
+    """Return True if `parent`, one of the same payer, counts all requests of `child`'s subject."""
+    if parent.within_id is not None or child.within_id is None:
+        return parent.within_id is None or (
+            (parent.subject_id, parent.within_id) == (child.subject_id, child.within_id)
+        )
+    return parent.subject is QuotaSubject.ORGANIZATION or parent.subject_id == child.within_id
 
 
 def narrows(parent: QuotaRule, child: QuotaRule) -> bool:

@@ -44,6 +44,7 @@ UPDATED = frozenset(
     {
         "admin_requests",
         "alert_deliveries",
+        "alert_scans",
         "alert_webhooks",
         "api_key_uses",
         "api_keys",
@@ -79,6 +80,7 @@ LOCKED = frozenset({"adjustments", "invoices", "organizations", "projects"})
 DELETED = frozenset(
     {
         "admin_requests",
+        "alert_scans",
         "alert_webhooks",
         "cancel_commands",
         "live_reports",

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 
-from sqlalchemy import func, select, update
+from sqlalchemy import func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -20,13 +20,22 @@ from metering.core.errors import InvalidValue
 from metering.core.models import UsageSubject, UsageSubjectCount
 from metering.store.db import Sessions
 
-NAME_BYTES_MAX = 256
+NAME_BYTES_MAX = 512  # some coding agents send 200 and more
 LABEL_KEY_CHARS_MAX, LABEL_VALUE_CHARS_MAX = 64, 512  # as in requests
 END_USER, LABEL = "end_user", "label"  # kinds
 # Longer than a month: an end user with one request a month is not archived.
 IDLE_MAX = timedelta(days=35)
 ARCHIVED_MAX = 10_000  # per transaction, a second or so
 LISTED_MAX = 1000
+# Key of the advisory lock on a new name, held by an administrator's transaction that creates it.
+NAME_LOCK = (
+    "hashtextextended(concat_ws(chr(31), organization_id, kind, label_key, name), 1466263922)"
+)
+LOCK_NAME = text(f"""
+SELECT pg_advisory_xact_lock_shared({NAME_LOCK})
+FROM (SELECT CAST(:organization_id AS uuid) AS organization_id, CAST(:kind AS text) AS kind,
+    CAST(:label_key AS text) AS label_key, CAST(:name AS text) AS name) AS n
+""")
 # Weir's keys, keys of OpenAI's form, and JSON Web Tokens: reports show names, and must not
 # show a secret.
 SECRET_FORMS = re.compile(
@@ -118,15 +127,17 @@ async def create_usage_subject(
 ) -> tuple[UsageSubject, bool]:
     """Find or create a usage subject; return also whether it is new.
 
-    A new one is archived, and does not count towards the bound, until its first request.
+    A new one is archived, and does not count towards the bound, until its first request, which is
+    refused, to be sent again, until the transaction ends.
     """
-    values = {
+    named = {
         "organization_id": organization_id,
         "kind": kind,
         "label_key": label_key,
         "name": name,
-        "archived_at": func.now(),
     }
+    await session.execute(LOCK_NAME, named)
+    values = named | {"archived_at": func.now()}
     statement = insert(UsageSubject).values(values).on_conflict_do_nothing().returning(UsageSubject)
     if (new := await session.scalar(statement)) is not None:
         return new, True

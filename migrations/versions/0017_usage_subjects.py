@@ -31,7 +31,7 @@ CREATE TABLE usage_subjects (
     CONSTRAINT ck_usage_subjects_kind_known CHECK (kind IN ('end_user', 'label')),
     CONSTRAINT ck_usage_subjects_label_key_of_label CHECK ((kind = 'label') = (label_key <> '')),
     CONSTRAINT ck_usage_subjects_name_length CHECK (CASE kind
-        WHEN 'end_user' THEN octet_length(name) BETWEEN 1 AND 256
+        WHEN 'end_user' THEN octet_length(name) BETWEEN 1 AND 512
         ELSE octet_length(name) <= 2048 END),
     CONSTRAINT ck_usage_subjects_erased_without_name
         CHECK ((name IS NULL) = (erased_at IS NOT NULL)

@@ -152,7 +152,7 @@ async def test_a_live_request_shows_its_end_user_and_labels(service: Service) ->
             end_user="alice", labels={"team": "a"}, initial_credit_tokens=1
         )
         await stream.first(request_id, "admitted")
-        answer = await admin("ListLiveRequests", organization_id=str(tenant.organization_id))
+        answer = await admin("ListLiveRequests", organization=str(tenant.organization_id))
         [live] = answer.requests
         await stream.cancel(request_id)
         await stream.end(request_id)

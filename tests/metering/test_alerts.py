@@ -18,13 +18,15 @@ import psycopg
 import pytest
 from sqlalchemy import text
 
+from metering.alerts import alerts
 from metering.alerts.alerts import FIRE_CROSSED, fire_due_alerts, list_alerts, scanned_windows
 from metering.core.errors import InvalidValue
 from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.core.pages import page_token
+from metering.ledger.rating import rate_all_pending
 from metering.plans.prepaid import refresh_for_the_month, set_prepaid
 from metering.quotas.quota_admin import override_quota, set_quota
-from metering.quotas.quota_rules import Payer
+from metering.quotas.quota_rules import Payer, QuotaState
 from metering.store.db import Sessions, psycopg_conninfo
 from metering.tenants.api_keys import create_api_key
 from tests.metering.hold_world import NOON, HoldWorld, admit, settle
@@ -351,9 +353,67 @@ async def test_a_query_finds_counters_by_their_key(sessions: Sessions) -> None:
             "ends": [NOON],
             "month": NOON.date(),
             "limit": 10,
-            "per_hour": 10,
         }
         plan = "\n".join((await session.execute(EXPLAIN, parameters)).scalars())
 
     assert "pk_quota_counters" in plan, plan
     assert "Seq Scan on quota_counters" not in plan
+
+
+async def test_end_users_alert_when_rated_and_when_their_terms_change(
+    world: HoldWorld, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    payer = world.tenant()
+
+    async def set_limit(value: int, percents: Sequence[int], **key: Any) -> QuotaState:
+        async with sessions.begin() as session:
+            return await set_quota(
+                session,
+                subject=QuotaSubject.PROJECT,
+                subject_ref=str(payer.project_id),
+                key=QuotaKey(DAY, **key),
+                terms=QuotaTerms(value, alert_at=tuple(percents)),
+                actor="test",
+            )
+
+    async def rate_and_fire() -> int:
+        await rate_all_pending(sessions)
+        return await fire_due_alerts(sessions)
+
+    await set_limit(1000, [80], for_each="end_user")
+    for name, token_count in (("alice", 700), ("bob", 850)):
+        begun = admit(
+            payer, end_user=name, input_tokens=token_count, slice_tokens=0, least_tokens=0
+        )
+        await world.run(begun)
+        await world.run(settle(begun.hold_id, 0, input_tokens=token_count))
+
+    assert await rate_and_fire() == 1
+    assert fired(world) == [(80, 1000, 850)]
+    assert world.rows("SELECT DISTINCT organization_id FROM alerts") == [(payer.organization_id,)]
+    assert await rate_and_fire() == 0
+    selector = await set_limit(800, [80], for_each="end_user")
+    monkeypatch.setattr(alerts, "ALERTS_MAX", 1)  # one after the other
+    assert await rate_and_fire() == 2, "each by the selector's new terms"
+    await set_limit(750, [90], end_user="alice")
+    assert await rate_and_fire() == 1
+    assert world.one("SELECT count(*) FROM alert_scans") == 0
+
+    async with sessions.begin() as session:
+        await override_quota(
+            session,
+            quota_id=str(selector.quota_id),
+            limit_value=5000,
+            until=NOON + timedelta(hours=1),
+            reason="launch",
+            actor="test",
+        )
+    begun = admit(payer, end_user="carol", input_tokens=790, slice_tokens=0, least_tokens=0)
+    await world.run(begun)
+    await world.run(settle(begun.hold_id, 0, input_tokens=790))
+    assert await rate_and_fire() == 0
+    world.advance(3601)
+    assert await rate_and_fire() == 1, "the temporary limit has ended"
+    async with sessions() as session:
+        listed, _ = await list_alerts(session, organization_id=payer.organization_id)
+    assert {each.subject_name for each in listed} == {"alice", "bob", "carol"}

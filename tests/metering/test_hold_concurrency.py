@@ -21,10 +21,11 @@ from metering.core.errors import (
     RequestIdReused,
     RequestInFlight,
 )
-from metering.core.models import Outcome, QuotaDimension, QuotaSubject
+from metering.core.models import Outcome, QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.holds import operations
+from metering.quotas.quota_admin import set_quota
 from metering.quotas.quotas import QuotaExceeded
-from metering.store.db import psycopg_conninfo
+from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.hold_world import (
     INPUT_PICOS,
     OUTPUT_PICOS,
@@ -111,6 +112,46 @@ async def test_of_200_requests_against_a_quota_for_50_exactly_50_are_admitted(
         [(used, held)] = world.counters(quota)
         assert used + held == ROOM_FOR_50[dimension]
     assert world.hold_count() == 100
+    check_invariants(world.url)
+
+
+@pytest.mark.parametrize(
+    "dimension", [each for each in QuotaDimension if each != QuotaDimension.PREPAID_CREDIT_PICOS]
+)
+async def test_of_100_first_requests_of_an_end_user_or_label_value_exactly_50_are_admitted(
+    world: HoldWorld, sessions: Sessions, dimension: QuotaDimension
+) -> None:
+    """From four processes at once, with the limit that a selector gives."""
+    end_user, label = world.tenant("end-user"), world.tenant("label")
+    async with sessions.begin() as session:
+        for payer, for_each in ((end_user, "end_user"), (label, "label:team")):
+            await set_quota(
+                session,
+                subject=QuotaSubject.PROJECT,
+                subject_ref=str(payer.project_id),
+                key=QuotaKey(dimension, for_each=for_each),
+                terms=QuotaTerms(ROOM_FOR_50[dimension]),
+                actor="test",
+            )
+
+    async with running_stores(world.url, 4) as stores:
+        answers = await admit_all(
+            stores,
+            [
+                op
+                for _ in range(100)
+                for op in (
+                    admit(end_user, end_user="alice"),
+                    admit(label, least_tokens=20, labels={"team": "search"}),
+                )
+            ],
+        )
+
+    for mine in (answers[::2], answers[1::2]):
+        assert len(of_type(operations.Admitted, mine)) == 50
+        assert len(of_type(QuotaExceeded, mine)) == 50
+    counters = "SELECT used + held FROM quota_counters"
+    assert world.rows(counters) == [(ROOM_FOR_50[dimension],)] * 2
     check_invariants(world.url)
 
 

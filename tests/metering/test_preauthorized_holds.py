@@ -262,7 +262,9 @@ async def test_an_admission_that_a_frozen_server_commits_late_does_not_take_the_
     late: list[Admit] = []
     execute_binds = preauthorized_holds.execute_binds
 
-    async def woken(connection: Connection, binds: Sequence[Bind]) -> list[HoldAnswer | Exception]:
+    async def woken(
+        connection: Connection, binds: Sequence[Bind], **bounds: int
+    ) -> list[HoldAnswer | Exception]:
         if not late:
             late.append(admit(payer, request_id=binds[0].request_id))
             assert of_type(Admitted, await world.run(*late, process_id=store.process_id))

@@ -12,25 +12,35 @@ from typing import Any
 
 import pytest
 
-from metering.core.errors import EndUsersExhausted, InvalidValue, NotFound
+from metering.core.errors import EndUsersExhausted, InvalidValue, NotFound, WriteConflict
 from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.holds import hold_cache
+from metering.holds.bindings import Bind
 from metering.holds.hold_connection import HoldConnection
-from metering.holds.operations import Admit, Admitted, Extend, Void
+from metering.holds.operations import Admit, Admitted, Ended, Extend, Renew, Void
+from metering.proof.check import Moment
 from metering.quotas.quota_admin import delete_quota, set_quota
 from metering.quotas.quota_rules import Payer, QuotaState
-from metering.quotas.quota_states import usage_subject_quotas
+from metering.quotas.quota_states import (
+    effective,
+    member_quotas_for,
+    narrowed_by,
+    quotas_for,
+    usage_subject_quotas,
+)
 from metering.quotas.quotas import QuotaExceeded
 from metering.quotas.quoting import quote
 from metering.store.db import Sessions
 from metering.tenants.usage_subjects import (
     archive_idle,
     checked_end_user,
+    create_usage_subject,
     find_usage_subject,
     list_usage_subjects,
 )
 from tests.metering.hold_world import MODEL, HoldWorld, admit, of_type, settle
 from tests.metering.invariants import check_invariants
+from tests.metering.planted_faults import faults, unseen
 
 CONCURRENT = QuotaDimension.CONCURRENT_REQUESTS
 PER_MINUTE = QuotaDimension.REQUESTS_PER_MINUTE
@@ -314,7 +324,7 @@ async def test_extended_and_expired_holds_of_an_end_user_are_counted(
 @pytest.mark.parametrize(
     "name",
     [
-        "x" * 257,
+        "x" * 513,
         "a\nb",
         " alice",
         "alice ",
@@ -423,3 +433,118 @@ async def test_random_operations_keep_every_limit_and_counter(
     finally:
         for each in stores:
             await each.close()
+
+
+async def test_an_outage_creates_no_more_end_users_than_the_bound_and_brings_back_archived_ones(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    payer = world.tenant()
+
+    async def bound(holds: HoldConnection, *names: str) -> list[str | None]:
+        """Admit without end users, bind with them, and return the names of the holds."""
+        standing = [admit(payer) for _ in names]
+        for op in standing:
+            op.request_id = op.hold_id  # marks it as unbound
+        await holds.execute(standing)
+        binds = [
+            Bind(op.hold_id, payer, uuid.uuid4(), bytes(32), {}, 1, 1, name)
+            for op, name in zip(standing, names, strict=True)
+        ]
+        answers = await holds.bind(binds, Renew(uuid.uuid4(), frozenset(), frozenset()))
+        assert answers == [Ended(done=True)] * len(names)
+        of_hold = "SELECT (SELECT name FROM usage_subjects u WHERE u.id = end_user_id) FROM holds"
+        return [world.one(f"{of_hold} WHERE id = %s", op.hold_id) for op in standing]
+
+    async with connection(world, end_users_max=2) as holds:
+        assert await bound(holds, "a", "b", "c", "a") == ["a", "b", None, "a"]
+        world.advance(timedelta(days=20).total_seconds())
+        async with sessions.begin() as session:
+            assert await archive_idle(session, timedelta(days=19)) == 2
+        assert await bound(holds, "a", "d", "b") == ["a", "d", "b"], "no room for b, but its row"
+    assert world.rows("SELECT name, archived_at IS NULL FROM usage_subjects ORDER BY name") == [
+        ("a", True),
+        ("b", False),
+        ("d", True),
+    ]
+    assert world.rows("SELECT end_user_count FROM usage_subject_counts") == [(2,)]
+    check_invariants(world.url)
+
+
+@pytest.mark.parametrize("kind", ["end_user", "label"])
+async def test_a_first_request_does_not_wait_for_an_administrator_who_sets_its_limit(
+    world: HoldWorld, sessions: Sessions, kind: str
+) -> None:
+    payer = world.tenant()
+    label_key = "" if kind == "end_user" else "team"
+    await limit(sessions, payer, PER_DAY, 100, for_each=f"label:{label_key}" if label_key else kind)
+
+    def first(name: str) -> Admit:
+        if label_key:
+            return admit(payer, labels={label_key: name})
+        return admit(payer, end_user=name)
+
+    async with connection(world) as holds, sessions() as session:
+        await create_usage_subject(session, payer.organization_id, kind, label_key, "alice")
+        async with asyncio.timeout(2):  # less than a deadlock or the lock's timeout takes
+            [refused, admitted] = await holds.execute([first("alice"), first("bob")])
+        assert isinstance(refused, WriteConflict)
+        assert isinstance(admitted, Admitted)
+        await session.commit()
+        assert await admitted_count(holds, first("alice")) == 1
+    check_invariants(world.url)
+
+
+@pytest.mark.parametrize("on_project", [True, False])
+async def test_a_limit_is_narrowed_by_those_that_count_all_its_requests(
+    world: HoldWorld, sessions: Sessions, on_project: bool
+) -> None:
+    """A project's limit counts only a part of what an end user of the organization requests."""
+    payer = world.tenant()
+    project = await limit(sessions, payer, PER_DAY, 10)
+    organization = await limit(sessions, payer, PER_DAY, 20, on_project=False)
+    await limit(sessions, payer, PER_DAY, 5, label="team=search")
+
+    own = await limit(sessions, payer, PER_DAY, 100, end_user="alice", on_project=on_project)
+
+    async with sessions() as session:
+        found = await narrowed_by(session, own)
+        labels = {"team": "search"}
+        states = [
+            *await quotas_for(session, subject_ids=payer.subject_ids, model=MODEL),
+            *await member_quotas_for(
+                session, payer=payer, model=MODEL, end_user="alice", labels=labels
+            ),
+        ]
+    assert found == (project if on_project else organization).quota_id
+    assert [each.narrowed_by for each in effective(states) if each.state.limit_value == 100] == [
+        found
+    ]
+
+
+FAULTS = faults("""
+    counts 3 end users and 1 label values      | UPDATE usage_subject_counts SET end_user_count = 3
+    but has 1 and 1                            | UPDATE usage_subjects SET archived_at = now()
+                                               | WHERE name = 'alice'
+    counts 0 end users and 0 label values      | DELETE FROM usage_subject_counts
+    is charged to a quota of another customer  | UPDATE holds SET end_user_id = u.id
+                                               | FROM usage_subjects u
+                                               | WHERE u.name = 'bob' AND end_user_id <> u.id
+    is charged to a quota of another customer  | UPDATE quotas SET within_id = gen_random_uuid()
+                                               | WHERE subject = 'label'
+    is charged to a quota of another customer  | UPDATE holds SET quota_ids = ARRAY(
+                                               | SELECT id FROM quotas WHERE for_each = 'end_user')
+""")
+
+
+async def test_a_check_reports_each_wrong_count_and_a_limit_of_another_end_user(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    payer = world.tenant()
+    for for_each in ("end_user", "label:team"):
+        await limit(sessions, payer, PER_DAY, 1000, for_each=for_each)
+    await world.run(
+        *(admit(payer, end_user=each, labels={"team": "a"}) for each in ("alice", "bob"))
+    )
+
+    assert unseen(world.url, FAULTS, Moment.ALWAYS) == []
+    check_invariants(world.url)
