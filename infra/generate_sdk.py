@@ -68,7 +68,8 @@ ROOTS = (
     "Alert", "AuditEntry", "EndUser", "FinishReason", "Generation", "GetForecastResponse",
     "GetOwnUsageResponse", "GetUsageResponse", "Invoice", "KeyRestrictions", "Model",
     "MonthExportFormat", "Plan", "PlanAssignment", "ProgressFrame.Stage", "QuoteResponse",
-    "SimulatedCustomer", "Timings", "TokenLogprobs", "UsageGrouping",
+    "ResalePrice", "ResaleStatement", "ResaleStatementFormat", "SimulatedCustomer", "Timings",
+    "TokenLogprobs", "UsageGrouping",
 )  # fmt: skip
 # Values written by hand, and the modules that have them.
 WRITTEN = {"Money": "weir_client.money", "Receipt": "weir_client.receipts"}
@@ -84,6 +85,9 @@ OPTIONAL = frozenset({
     "KilledRequest.generation", "Model.price", "Month.total", "MonthReport.billing_profile",
     "MonthReport.carried_in", "MonthReport.carried_out", "MonthReport.prepaid_credit",
     "MonthReport.rounding", "MonthReportLine.rounded_amount", "Organization.billing_profile",
+    "ResalePrice.cached_input_picos_per_token", "ResalePrice.embedding_picos_per_token",
+    "ResalePrice.input_picos_per_token", "ResalePrice.output_picos_per_token",
+    "ResalePrice.reasoning_picos_per_token",
     "UsageForecast.expected", "UsageForecast.high", "UsageForecast.low", "UsagePage.total",
 })  # fmt: skip
 # Times and durations that every message has.
@@ -148,7 +152,9 @@ ADDED = {
 }
 # Enumerations whose values are their names in capitals, or with underscores; others have hyphens.
 IN_CAPITALS = frozenset({"FinishReason", "Stage", "GenerationState", "ModelTask"})
-WITH_UNDERSCORES = frozenset({"UsageGrouping", "MonthExportFormat", "DocumentFormat"})
+WITH_UNDERSCORES = frozenset({
+    "UsageGrouping", "MonthExportFormat", "DocumentFormat", "ResaleStatementFormat",
+})  # fmt: skip
 
 # Calls and their arguments: `a` is required, `a?` is not, `*a` is required by name, `a=1` has a
 # default, `a:b` renames the field `a`. Fields that are not named are optional, by name. A call
@@ -204,6 +210,7 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "RejectAdjustment": "adjustment_id",
         "ListAdjustments": "organization",
         "GetForecast": "organization? month?",
+        "SetResalePrice": "organization? model?",
     },
 }
 # Never sent twice by the client itself: only the first response has the secrets.
@@ -215,6 +222,7 @@ RESULTS = {
     "GetMonthDocument": "content",
     "SetPrepaid": "existed",
     "SetPrice": "versions",
+    "SetResalePrice": "price",
 }
 ERRORS = {
     "ALREADY_EXISTS": "AlreadyExists",

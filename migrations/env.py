@@ -15,20 +15,22 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
 import metering.alerts.alerts
-import metering.plans.plan_admin  # noqa: F401  # declares mapped classes on the base
+import metering.plans.plan_admin
+import metering.pricing.resale_prices  # noqa: F401  # declares mapped classes on the base
 from metering.core.models import Base
 from metering.store.db import SETTLE, connection_options, sqlalchemy_url
 from metering.store.migrations_runner import MIGRATION_LOCK_ID
 
 # Tables used by SQL only, see `docs/internals/tables.md`. All other tables have a mapped class.
 UNMAPPED = """
-adjustment_decisions adjustments admin_requests billing_months billing_profiles cancel_commands
-credit_applications credit_grants document_series export_progress invoice_letterheads invoice_lines
+adjustment_decisions adjustments admin_requests alert_scans billing_months billing_profiles
+cancel_commands credit_applications credit_grants document_series export_progress
+invoice_letterheads invoice_lines
 invoices issued_documents ledger_accounts ledger_entries ledger_transactions live_reports
 meter_batches month_closings plan_assignments plan_versions receipt_batches receipt_chains
-receipt_keys replica_drains rule_changes stripe_events stripe_invoices stripe_late_items
-stripe_month_items stripe_month_settlements stripe_objects unrated_usage usage_corrections
-worker_incidents
+receipt_keys replica_drains resale_statement_lines resale_statements rule_changes stripe_events
+stripe_invoices stripe_late_items stripe_month_items stripe_month_settlements stripe_objects
+unrated_usage usage_corrections worker_incidents
 """
 PARTITION = re.compile(r"usage_events_(\d{4}_\d{2}|default)")  # one per month, created ahead
 MONTHS_AHEAD = 3  # time without a worker, which creates partitions too, before one is missing

@@ -43,6 +43,8 @@ BY_SERVICE: Mapping[str, Mapping[Scopes, tuple[str, ...]]] = {
             *("GetMonthReport", "GetUsage", "GetForecast", "ExportMonth", "GetMonthDocument"),
             *("ListMonths", "VerifyMonth", "GetReconciliation", "GetInvoice"),
             *("ListAdjustments", "ListAlerts"),
+            *("SetResalePrice", "ListResalePrices"),
+            *("ListResaleStatements", "GetResaleStatement"),
         ),
         ADMINS: (
             *("CloseMonth", "CreateAdjustment", "CreateCreditNote"),
@@ -61,7 +63,8 @@ class Scope(StrEnum):
 
     INFERENCE = "inference"  # use models; read own requests and quotas
     ADMIN = "admin"  # administration of the whole service, without use of models
-    BILLING = "billing"  # read usage and bills of its own organization; no changes, prompts or keys
+    # Read usage and bills of its own organization, and set its resale prices; no prompts or keys.
+    BILLING = "billing"
 
 
 def _by_method() -> Iterator[tuple[str, frozenset[Scope]]]:

@@ -1,7 +1,8 @@
 """`BillingService` and `ReceiptService`: reports, months, invoices, corrections, usage by group,
-forecast, and receipts.
+forecast, resale to end users, and receipts.
 
-`billing` and `admin` keys may read; only `admin` keys may change.
+`billing` and `admin` keys may read, and set resale prices, which change no bill; only `admin` keys
+may change anything else.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from weir.v1 import months_pb2, receipts_pb2
 from weir.v1 import receipt_service_pb2 as receipt_pb
 from weir.v1 import receipt_service_pb2_grpc as pb_grpc
 from weir.v1 import reconciliation_pb2 as reconcile_pb
+from weir.v1 import resale_pb2 as resale_pb
 from weir.v1 import usage_reports_pb2 as usage_pb
 
 from api.access.auth import Authenticator
@@ -54,7 +56,7 @@ from metering.core.models import Organization
 from metering.core.money import round_to_minor_unit
 from metering.export.invoice_payments import InvoicePayment, payments_by_month
 from metering.export.reconciliation import Difference, StageSum, reconcile_locally
-from metering.invoicing import adjustments
+from metering.invoicing import adjustments, resale
 from metering.invoicing.adjustments import AdjustmentRecord
 from metering.invoicing.closing import CloseTerms, check_month, close_month
 from metering.invoicing.documents import (
@@ -73,6 +75,8 @@ from metering.invoicing.months import (
     verify_month,
 )
 from metering.ledger.ledger import month_bounds, month_text
+from metering.pricing import resale_prices
+from metering.pricing.resale_prices import ResalePrice, ResaleTerms
 from metering.receipts.chaining import IssuedReceipt
 from metering.receipts.months import list_receipt_keys, receipt_month, receipts_page
 from metering.reports.focus import FOCUS_VERSION, Tags, focus_csv
@@ -104,6 +108,10 @@ FILE_BYTES_IN_MEMORY = 8 * 2**20  # larger files are on disk until the client ha
 DOCUMENTS = {
     months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json,
     months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv,
+}
+STATEMENT_DOCUMENTS = {
+    resale_pb.RESALE_STATEMENT_FORMAT_JSON: resale.to_json,
+    resale_pb.RESALE_STATEMENT_FORMAT_CSV: resale.to_csv,
 }
 COUNTS = [
     field.name
@@ -332,6 +340,44 @@ async def invoice_of(
     )
 
 
+async def visible_resale_prices(
+    session: AsyncSession, *, reader: Principal, organization: str, **page: Any
+) -> tuple[Sequence[ResalePrice], str]:
+    """List a page of an organization's resale prices."""
+    owner = await visible_or_own(session, reader, organization)
+    return await resale_prices.list_resale_prices(session, owner.id, **page)
+
+
+async def visible_statements(
+    session: AsyncSession, *, reader: Principal, organization: str, month: str, **page: Any
+) -> tuple[Sequence[resale.Statement], str]:
+    """List a page of the statements of a month."""
+    owner = await visible_or_own(session, reader, organization)
+    return await resale.statement_page(session, owner, month, **page)
+
+
+def resale_price_message(price: ResalePrice) -> resale_pb.ResalePrice:
+    return wire.message_of(
+        resale_pb.ResalePrice, price, version=price.id, effective_time=price.effective_at
+    )
+
+
+def statement_summary(statement: resale.Statement) -> resale_pb.ResaleStatement:
+    """Convert a statement to a message without its lines."""
+    user = statement.end_user
+    names = {"end_user": user.name, "end_user_id": user.id, "lines": ()}
+    return wire.message_of(resale_pb.ResaleStatement, statement, **names)
+
+
+def statement_message(statement: resale.Statement) -> resale_pb.ResaleStatement:
+    message = statement_summary(statement)
+    for line in statement.lines:
+        message.lines.append(
+            wire.message_of(resale_pb.ResaleStatementLine, line, statement.currency_code)
+        )
+    return message
+
+
 class BillingReads(AuthenticatedServicer):
     """RPCs of `BillingService` that read one snapshot: their queries, and messages of records."""
 
@@ -345,6 +391,12 @@ class BillingReads(AuthenticatedServicer):
     GetMonthDocument = reading(document_of)
     GetMonthReport = reading(report_of)
     GetReconciliation = reading(reconciliation_of)
+    ListResalePrices = listing(
+        resale_pb.ListResalePricesResponse, visible_resale_prices, resale_price_message
+    )
+    ListResaleStatements = listing(
+        resale_pb.ListResaleStatementsResponse, visible_statements, statement_summary
+    )
     VerifyMonth = reading(verification_of)
 
 
@@ -460,6 +512,41 @@ class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
             organization = await find_organization(session, request.organization)
             response.month.CopyFrom(await one_month(session, organization, request.month))
         return response
+
+    @once
+    async def SetResalePrice(
+        self, request: resale_pb.SetResalePriceRequest, acting: CallerTransaction, earlier: str
+    ) -> tuple[object, resale_pb.SetResalePriceResponse]:
+        """Add a version to an organization's resale prices; a `billing` key only to its own."""
+        owner = await visible_or_own(acting.session, acting.principal, request.organization)
+        if earlier:
+            price = await resale_prices.get_resale_price(acting.session, int(earlier))
+        else:
+            begins = wire.given_time(request, "effective_time")
+            terms = ResaleTerms(**wire.stated_terms(request, ResaleTerms), effective_at=begins)
+            price = await resale_prices.set_resale_price(
+                acting.session, owner, terms, actor=acting.actor
+            )
+        return price.id, resale_pb.SetResalePriceResponse(price=resale_price_message(price))
+
+    async def GetResaleStatement(
+        self, request: resale_pb.GetResaleStatementRequest, context: Context
+    ) -> resale_pb.GetResaleStatementResponse:
+        """Return a statement. Its PDF is drawn after the transaction has ended."""
+        reader = await self._caller(context)
+        if request.format not in resale_pb.ResaleStatementFormat.values():
+            raise InvalidValue("format", "must be JSON, CSV or PDF, or be left out")
+        async with self._reading(reader) as session:
+            owner = await visible_or_own(session, reader, request.organization)
+            found = await resale.find_statement(session, owner, request.month, request.end_user)
+        content = b""
+        if (write := STATEMENT_DOCUMENTS.get(request.format)) is not None:
+            content = write(found).encode()
+        elif request.format == resale_pb.RESALE_STATEMENT_FORMAT_PDF:
+            content = await self._draw(resale.statement_document(found, self._issuer))
+        return resale_pb.GetResaleStatementResponse(
+            statement=statement_message(found), content=content
+        )
 
     @once
     async def CreateAdjustment(

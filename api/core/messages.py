@@ -268,6 +268,7 @@ def alert_message(listed: ListedAlert) -> alerts_pb2.Alert:
         subject=quota and quota.subject,
         subject_id=quota and quota.subject_id,
         subject_name=listed.subject_name,
+        within_id=quota and quota.within_id,
         model=quota and quota.model,
         dimension=quota and quota.dimension,
         used_value=alert.used,

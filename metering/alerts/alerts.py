@@ -8,6 +8,10 @@ crossings it missed. A window that ended before its limit was last changed is sk
 limit is no longer known. Prepaid credit is crossed when at most the threshold is left. The
 statement that finds crossings writes them, and the database accepts each alert once; alerts are
 append-only (trigger). Admissions never read them.
+
+Limits of end users and label values are many, and may all be crossed at once: an organization gets
+at most `USAGE_SUBJECT_ALERTS_PER_HOUR` alerts about them, the highest thresholds of a scan first.
+The others are scanned again later.
 """
 
 from __future__ import annotations
@@ -44,6 +48,8 @@ ALERTS_MAX = 5_000  # per statement: thresholds may be set on very many limits a
 STATEMENTS_MAX = 10  # per scan; the next one continues
 # Complete windows of each unit that are scanned; older counters of days are deleted.
 WINDOWS_BACK = {Unit.DAY: 2, Unit.WEEK: 1, Unit.MONTH: 1}
+USAGE_SUBJECT_ALERTS_PER_HOUR = 1_000  # per organization
+POSTPONED_S = 600  # until a limit beyond these is scanned again
 # Requests that an enforced limit refuses exceed its rest, so that a limit is hardly ever used to
 # the last unit.
 USED_UP_MILLI = 995
@@ -135,7 +141,8 @@ class ListedAlert:
     """An alert with its organization.
 
     `quota` is the limit it is about, `entry` the audit entry of a changed key; at most one is set.
-    `delivery` is None if the organization had no webhook when the alert fired.
+    `delivery` is None if the organization had no webhook when the alert fired. `within_name` is the
+    organization or project within which the limit of an end user or label value counts.
     """
 
     alert: Alert
@@ -144,6 +151,7 @@ class ListedAlert:
     delivery: AlertDelivery | None
     entry: AuditEntry | None
     subject_name: str = ""
+    within_name: str = ""
 
     @property
     def kind(self) -> str:
@@ -203,14 +211,20 @@ async def find_alert(session: AsyncSession, alert_id: uuid.UUID) -> ListedAlert:
 
 
 async def _named(session: AsyncSession, found: list[ListedAlert]) -> list[ListedAlert]:
+    quotas = [each.quota for each in found if each.quota is not None]
     names = await subject_names(
-        session, {each.quota.subject_id for each in found if each.quota is not None}
+        session, {each for quota in quotas for each in (quota.subject_id, quota.within_id) if each}
     )
     return [
         (
             each
             if each.quota is None
-            else replace(each, subject_name=names.get(each.quota.subject_id, ""))
+            else replace(
+                each,
+                # An erased end user has no name.
+                subject_name=names.get(each.quota.subject_id) or str(each.quota.subject_id),
+                within_name="" if each.quota.within_id is None else names[each.quota.within_id],
+            )
         )
         for each in found
     ]
@@ -339,10 +353,10 @@ def facts_of(alert: Alert) -> InvoiceFacts:
     )
 
 
-def _fire(scanned: str, quotas: str, chosen: str, limit: str = "") -> str:
+def _fire(scanned: str, quotas: str, chosen: str, limit: str = "", bounded: str = "") -> str:
     """Build the statement that fires alerts of the limits `chosen` among `quotas`.
 
-    `scanned` are CTEs that the condition needs.
+    `scanned` are CTEs that the condition needs; `bounded` are those that choose `due` of `owned`.
     """
     return f"""windows AS (
     SELECT *
@@ -379,7 +393,7 @@ def _fire(scanned: str, quotas: str, chosen: str, limit: str = "") -> str:
         OFFSET 0
     ) c
     WHERE c.used >= l.used_min
-), due AS (
+), crossed AS (
     SELECT n.*, t.threshold
     FROM near n
     CROSS JOIN LATERAL unnest(n.alert_at) AS t (threshold)
@@ -402,17 +416,19 @@ def _fire(scanned: str, quotas: str, chosen: str, limit: str = "") -> str:
               = (n.id, n.starts_at, t.threshold, n.limit_value)
       )
     {limit}
-), fired AS (
+), owned AS MATERIALIZED (
+    SELECT c.*, coalesce(p.organization_id, c.within_id, c.subject_id) AS organization_id
+    FROM crossed c
+    LEFT JOIN api_keys k ON c.subject = 'api_key' AND k.id = c.subject_id
+    LEFT JOIN projects p
+        ON p.id = CASE c.subject WHEN 'project' THEN c.subject_id
+                                 WHEN 'api_key' THEN k.project_id
+                                 ELSE c.within_id END
+), {bounded}fired AS (
     INSERT INTO alerts
         (organization_id, quota_id, window_start, threshold, limit_value, used, fired_at)
-    SELECT coalesce(p.organization_id, d.within_id, d.subject_id), d.id, d.starts_at, d.threshold,
-           d.limit_value, d.used, now()
-    FROM due d
-    LEFT JOIN api_keys k ON d.subject = 'api_key' AND k.id = d.subject_id
-    LEFT JOIN projects p
-        ON p.id = CASE d.subject WHEN 'project' THEN d.subject_id
-                                 WHEN 'api_key' THEN k.project_id
-                                 ELSE d.within_id END
+    SELECT d.organization_id, d.id, d.starts_at, d.threshold, d.limit_value, d.used, now()
+    FROM {"due" if bounded else "owned"} d
     ORDER BY d.id, d.starts_at, d.threshold  -- one order for all workers prevents deadlocks
     ON CONFLICT DO NOTHING
     RETURNING id, organization_id
@@ -456,9 +472,34 @@ _taken = """taken AS (
 ), scanned AS MATERIALIZED (
     SELECT quota_id FROM taken UNION SELECT id FROM given
 ), """
+# Alerts of the last hour lessen those that may follow. The limits left out are scanned again.
+_bounded = f"""recent AS (
+    SELECT a.organization_id, count(*) AS alert_count
+    FROM alerts a
+    JOIN quotas q ON q.id = a.quota_id
+    WHERE a.fired_at > now() - interval '1 hour' AND q.within_id IS NOT NULL
+    GROUP BY 1
+), ranked AS MATERIALIZED (
+    SELECT o.*, o.place <= :per_hour - coalesce(r.alert_count, 0) AS is_due
+    FROM (
+        SELECT *, row_number() OVER (
+                   PARTITION BY organization_id ORDER BY threshold DESC, starts_at DESC, id
+               ) AS place
+        FROM owned
+    ) AS o
+    LEFT JOIN recent r USING (organization_id)
+), due AS (
+    SELECT * FROM ranked WHERE is_due
+), postponed AS (
+    INSERT INTO alert_scans (quota_id, due_at)
+    SELECT DISTINCT id, now() + interval '{POSTPONED_S} seconds'
+    FROM ranked
+    WHERE NOT is_due
+    ON CONFLICT DO NOTHING  -- it has changed again
+), """
 _of_key = "LATERAL (SELECT * FROM quota_terms WHERE id = quota_id OFFSET 0) q"
 FIRE_OF_USAGE_SUBJECTS = text(f"""
-WITH {_fire(_taken, f"scanned, {_of_key}", "q.within_id IS NOT NULL")}
+WITH {_fire(_taken, f"scanned, {_of_key}", "q.within_id IS NOT NULL", bounded=_bounded)}
 """)
 IS_SCAN_DUE = text("SELECT EXISTS (SELECT FROM alert_scans WHERE due_at <= now())")
 
@@ -483,6 +524,8 @@ async def fire_due_alerts(sessions: Sessions) -> int:
                     "month": window_start(QuotaDimension.COST_PICOS_PER_MONTH, now).date(),
                     "limit": ALERTS_MAX,
                 }
+                if statement is FIRE_OF_USAGE_SUBJECTS:
+                    parameters["per_hour"] = USAGE_SUBJECT_ALERTS_PER_HOUR
                 found = int((await session.execute(statement, parameters)).scalar_one())
                 is_due = statement is not FIRE_CROSSED and await session.scalar(IS_SCAN_DUE)
             fired_count += found

@@ -57,7 +57,7 @@ from metering.alerts.alerts import (
 )
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import DatabaseUnavailable, InvalidValue, NotFound
-from metering.core.models import Organization, QuotaDimension, QuotaSubject
+from metering.core.models import Organization, Quota, QuotaDimension, QuotaSubject
 from metering.core.money import to_decimal
 from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Kind, window_end
 from metering.quotas.quotas import counted, noun_of
@@ -427,6 +427,7 @@ def body_of(listed: ListedAlert) -> bytes:
                 "subject_name": listed.subject_name,
                 "model": quota.model,
                 "dimension": dimension.spelling,
+                **_within(listed, quota),
             },
             "remaining_picos_threshold" if is_of_credit else "percent_threshold": str(
                 alert.threshold
@@ -456,6 +457,13 @@ def body_of(listed: ListedAlert) -> bytes:
             },
         }
     return json.dumps(content, ensure_ascii=False, sort_keys=True).encode()
+
+
+def _within(listed: ListedAlert, quota: Quota) -> dict[str, str]:
+    """Build the fields for the scope of a limit on an end user or label value; else none."""
+    if quota.within_id is None:
+        return {}
+    return {"within_id": str(quota.within_id), "within_name": listed.within_name}
 
 
 def payment_text(listed: ListedAlert, facts: InvoiceFacts) -> str:
@@ -490,10 +498,13 @@ def text_of(listed: ListedAlert) -> str:
             " credit left."
         )
     model = f" for {quota.model}" if quota.model else ""
+    within = f" within {listed.within_name}" if listed.within_name else ""
     per = dimension.rpartition("_")[2]
     share = alert.used * 100 // alert.limit_value
     usage = f"{amount(alert.used)} of {amount(alert.limit_value)}"
-    return f"{listed.subject_name} has used {share} % of its limit per {per}{model}: {usage}."
+    return (
+        f"{listed.subject_name} has used {share} % of its limit per {per}{model}{within}: {usage}."
+    )
 
 
 log = logging.getLogger(__name__)

@@ -30,6 +30,7 @@ from metering.export.stripe_gateway import (
     in_steps,
     minor_unit_picos,
 )
+from metering.invoicing.resale import StatedMonth, stated_month
 from metering.ledger.ledger import month_bounds
 from metering.pricing.prices import TOKENS_BY_KIND
 from metering.store.db import Sessions
@@ -68,6 +69,7 @@ class Stage(StrEnum):
 
     RATING = "usage to ledger"
     INVOICING = "ledger to invoice"
+    STATEMENTS = "ledger to statements"
     BATCHING = "ledger to batches"
     DELIVERY = "batches to biller"
     COUNTING = "biller's own count"
@@ -211,12 +213,16 @@ class StageSum:
 
 @dataclass(frozen=True, slots=True)
 class OurMonth:
-    """Token sums of a month at every stage. Hours before `until` are due for export."""
+    """Token sums of a month at every stage. Hours before `until` are due for export.
+
+    `stated` has the costs of customers that have statements of their end users.
+    """
 
     begins: datetime
     ends: datetime
     until: datetime
     sums: tuple[StageSum, ...]
+    stated: tuple[StatedMonth, ...] = ()
 
 
 async def our_month(
@@ -234,6 +240,7 @@ async def our_month(
         await session.scalars(text("SELECT id FROM organizations ORDER BY name"))
     )
     sums: list[StageSum] = []
+    stated: list[StatedMonth] = []
     for organization_id in ids:
         parameters = {
             "begins": begins,
@@ -243,7 +250,9 @@ async def our_month(
             "organization_id": organization_id,
         }
         sums += (StageSum(**row._mapping) for row in await session.execute(OURS, parameters))
-    return OurMonth(begins, ends, until, tuple(sums))
+        if (found := await stated_month(session, organization_id, begins.date())) is not None:
+            stated.append(found)
+    return OurMonth(begins, ends, until, tuple(sums), tuple(stated))
 
 
 async def stripe_counts(sessions: Sessions, gateway: StripeGateway, ours: OurMonth) -> list[int]:
@@ -557,6 +566,7 @@ def conclude(
     differences = [
         *rating(ours),
         *invoicing(ours),
+        *stating(ours),
         *local,
         *(counting(ours, counted, biller) if counted is not None else ()),
     ]
@@ -605,6 +615,34 @@ def invoicing(ours: OurMonth) -> Iterator[Difference]:
                 " adjustment"
             )
             yield difference_of(each, Stage.INVOICING, each.billed - each.invoiced, detail, remedy)
+
+
+def stating(ours: OurMonth) -> Iterator[Difference]:
+    """Yield a difference if the statements of end users do not add up to the customer's usage."""
+    for each in ours.stated:
+        posted = f"{exact_text(each.posted_picos, each.currency_code)} {each.currency_code}"
+        if missing := each.posted_picos - each.stated_picos:
+            stated = f"{exact_text(each.stated_picos, each.currency_code)} {each.currency_code}"
+            yield record_of(
+                Difference,
+                each,
+                stage=Stage.STATEMENTS,
+                detail=f"usage of {posted} is billed, and statements of end users have {stated}",
+                remedy=(
+                    "a closed month never changes: find the cause with weir fsck, and tell the"
+                    " customer"
+                ),
+                amount_picos=missing,
+            )
+        if each.unequal_count:
+            yield record_of(
+                Difference,
+                each,
+                stage=Stage.STATEMENTS,
+                detail=f"{each.unequal_count} statements of end users differ from their lines",
+                remedy="a statement never changes after the close: restore it from a backup",
+                amount_picos=each.unequal_picos,
+            )
 
 
 def batching(ours: OurMonth) -> Iterator[Difference]:

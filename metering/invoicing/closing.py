@@ -39,6 +39,7 @@ from metering.invoicing.invoice_document import Issuer
 from metering.invoicing.invoices import write_invoice
 from metering.invoicing.month_report import Closed, MonthReport, digests
 from metering.invoicing.months import LONG_READ_S, allow_long_reads, prepaid_credit_of, read_month
+from metering.invoicing.resale import freeze_statements
 from metering.ledger.ledger import (
     CLOSED_AND_OPEN,
     AccountKind,
@@ -437,6 +438,7 @@ async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
     credit = await prepaid_credit_of(session, owner.id, request.month)
     report = replace(draft, credit=credit, closed=Closed(now, request.actor, number, root))
     document = await issue_month(session, report, request.issuer, request.draw)
+    await freeze_statements(session, owner.id, request.month, owner.currency_code)
     await _freeze(session, request, report, document.sha256, now)
     # A prepaid customer's limit is its remaining credit.
     await refresh(session, owner.id, actor=request.actor)

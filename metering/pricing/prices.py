@@ -263,7 +263,7 @@ async def set_price(session: AsyncSession, terms: PriceTerms, *, actor: str) -> 
     """
     owner = await find_organization(session, terms.organization) if terms.organization else None
     model, currency_code = terms.model, _currency_of(owner, terms.currency_code)
-    begins = await _beginning(session, terms.effective_at)
+    begins = await beginning(session, terms.effective_at)
     owner_id = None if owner is None else owner.id
     in_force = await versions_in_force(
         session,
@@ -315,7 +315,7 @@ async def withdraw_price(
     Raises: NotFound if it has no own price then; InvalidValue for a past time; AlreadyExists.
     """
     owner = await find_organization(session, organization)
-    begins = await _beginning(session, effective_at)
+    begins = await beginning(session, effective_at)
     in_force = await versions_in_force(
         session,
         model=checked_model(model),
@@ -494,7 +494,8 @@ def _currency_of(owner: Organization | None, currency_code: str) -> str:
     return owner.currency_code
 
 
-async def _beginning(session: AsyncSession, effective_at: datetime | None) -> datetime:
+async def beginning(session: AsyncSession, effective_at: datetime | None) -> datetime:
+    """Return when a new version begins; None means now. Raises: InvalidValue for a past time."""
     now = await database_now(session)
     if effective_at is not None and effective_at < now:
         raise InvalidValue(

@@ -10,8 +10,9 @@ APPEND_ONLY = """
     adjustment_decisions adjustments alerts audit_log billing_months credit_applications
     credit_grants document_series invoice_letterheads invoice_lines invoices issued_documents
     ledger_accounts ledger_entries ledger_transactions meter_batches month_closings plan_assignments
-    plan_versions price_versions receipt_batches receipt_keys stripe_events stripe_late_items
-    stripe_month_items stripe_month_settlements usage_corrections usage_events
+    plan_versions price_versions receipt_batches receipt_keys resale_prices resale_statement_lines
+    resale_statements stripe_events stripe_late_items stripe_month_items stripe_month_settlements
+    usage_corrections usage_events
 """
 
 # Each trigger with its function. A migrated database has exactly these; a test compares them.

@@ -211,6 +211,10 @@ PREPARED = {
         """,
         has_past_usage=True,
     ),
+    # The worker rates usage each second.
+    "docs/how-to/resell.md": Page(
+        {'weir resale statements "': 'sleep 5; weir resale statements "'}
+    ),
     "docs/how-to/quotas.md": Page(
         {
             "https://hooks.example.com/weir": "{webhook_url}",

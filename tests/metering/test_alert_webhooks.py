@@ -18,8 +18,8 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from docs import verify_alert
-from metering.alerts import webhooks
-from metering.alerts.alerts import find_alert, fire_due_alerts
+from metering.alerts import alerts, webhooks
+from metering.alerts.alerts import find_alert, fire_due_alerts, list_alerts
 from metering.alerts.webhooks import (
     GIVE_UP_AFTER,
     RETRY_DELAY_S_MAX,
@@ -33,7 +33,8 @@ from metering.alerts.webhooks import (
     signed_headers,
 )
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import QuotaDimension
+from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
+from metering.quotas.quota_admin import set_quota
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, create_engine, create_sessions
 from tests.metering.hold_world import HoldWorld, admit, settle
@@ -110,6 +111,102 @@ async def deliver(sessions: Sessions) -> Run:
 async def ask_for_test(sessions: Sessions, organization: str = "acme") -> uuid.UUID:
     async with sessions.begin() as session:
         return await webhooks.try_webhook(session, organization=organization)
+
+
+async def end_user_limit(sessions: Sessions, payer: Payer, **key: Any) -> None:
+    """Give each end user 100 tokens per day within the payer's project."""
+    async with sessions.begin() as session:
+        await set_quota(
+            session,
+            subject=QuotaSubject.PROJECT,
+            subject_ref=str(payer.project_id),
+            key=QuotaKey(QuotaDimension.TOKENS_PER_DAY, for_each="end_user"),
+            terms=QuotaTerms(100, **key),
+            actor="test",
+        )
+
+
+async def use_as(world: HoldWorld, payer: Payer, end_user: str, token_count: int) -> None:
+    """Run a request of an end user with this many input tokens."""
+    begun = admit(
+        payer, end_user=end_user, input_tokens=token_count, slice_tokens=0, least_tokens=0
+    )
+    await world.run(begun)
+    await world.run(settle(begun.hold_id, 0, input_tokens=token_count))
+
+
+async def test_an_end_user_near_its_budget_is_named_with_the_scope_of_the_limit(
+    world: HoldWorld, acme: Payer, sessions: Sessions, there: Receiver
+) -> None:
+    secret = await set_webhook(sessions, there.url)
+    await end_user_limit(sessions, acme, alert_at=(80,))
+    await use_as(world, acme, "ada", 85)
+    await use_as(world, acme, "bob", 79)
+
+    assert await fire_due_alerts(sessions) == 1
+    await deliver(sessions)
+
+    [received] = there.received
+    header = received.headers["weir-signature"]
+    assert verify_alert.verify(secret, header, received.body)
+    assert not verify_alert.verify(secret, header, received.body.replace(b"ada", b"bob"))
+    content = json.loads(received.body)
+    project = content["quota"]["within_name"]
+    assert project.startswith("acme/")
+    assert (content["quota"]["subject"], content["quota"]["subject_name"]) == ("end_user", "ada")
+    assert content["quota"]["within_id"] == str(acme.project_id)
+    assert content["organization"]["name"] == "acme"
+    assert content["text"] == (
+        f"ada has used 85 % of its limit per day within {project}: 85 tokens of 100 tokens."
+    )
+
+    world.execute(
+        "UPDATE usage_subjects SET name = NULL, erased_at = now(), archived_at = now()"
+        " WHERE name = 'ada'"
+    )
+    async with sessions() as session:
+        [listed], _ = await list_alerts(session, organization_id=acme.organization_id)
+    assert listed.subject_name == content["quota"]["subject_id"]
+
+
+async def test_alerts_on_end_users_are_bounded_and_the_highest_threshold_goes_first(
+    world: HoldWorld, acme: Payer, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alerts, "USAGE_SUBJECT_ALERTS_PER_HOUR", 3)
+    other = world.tenant("bolt")
+    for payer in (acme, other):
+        await end_user_limit(sessions, payer, alert_at=(50, 100))
+    async with sessions.begin() as session:
+        await new_limit(
+            session, "acme", QuotaDimension.TOKENS_PER_DAY, 100, enforced=False, alert_at=(100,)
+        )
+    for number in range(4):
+        await use_as(world, acme, f"half-{number}", 60)
+    for number in range(2):
+        await use_as(world, acme, f"full-{number}", 100)
+    await use_as(world, other, "full", 100)
+
+    counts = [await fire_due_alerts(sessions) for _ in range(2)]
+    query = (
+        "SELECT o.name, q.within_id IS NOT NULL, a.threshold FROM alerts a"
+        " JOIN organizations o ON o.id = a.organization_id JOIN quotas q ON q.id = a.quota_id"
+        " ORDER BY 1, 2, 3"
+    )
+
+    # Three of acme's end users, the limit of acme itself, and both thresholds of bolt's end user.
+    assert counts == [6, 0]
+    assert world.rows(query) == [
+        ("acme", False, 100),
+        ("acme", True, 50),
+        ("acme", True, 100),
+        ("acme", True, 100),
+        ("bolt", True, 50),
+        ("bolt", True, 100),
+    ]
+    world.advance(3660)
+    later = [await fire_due_alerts(sessions) for _ in range(3)]
+    world.advance(3660)
+    assert [*later, await fire_due_alerts(sessions)] == [3, 0, 0, 2]
 
 
 async def test_an_alert_that_cannot_be_sent_delays_no_other(

@@ -60,11 +60,15 @@ PAGED = {
     "list_audit_entries": "_audit_pages",
     "get_usage": "_usage_pages",
     "list_alerts": "_alert_pages",
+    "list_resale_prices": "_resale_price_pages",
+    "list_resale_statements": "_resale_statement_pages",
 }
 # Calls and arguments of administrators that only one client has.
 MANAGEMENT_ONE_SIDED = {
     "export_month.file_format": "`format` in TypeScript, where it hides no built-in function",
     "export_month.format": "`file_format` in Python",
+    "export_resale_statement.file_format": "`format` in TypeScript, as in `export_month`",
+    "export_resale_statement.format": "`file_format` in Python",
 }
 ENUMS = ("FinishReason", "Stage", "GenerationState", "QuotaSubject", "QuotaDimension", "ModelTask")
 

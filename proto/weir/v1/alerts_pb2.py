@@ -26,43 +26,43 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from weir.v1 import types_pb2 as weir_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weir/v1/alerts.proto\x12\x07weir.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13weir/v1/types.proto\"\xa5\x04\n\x05\x41lert\x12\x10\n\x08\x61lert_id\x18\x01 \x01(\t\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\x19\n\x11organization_name\x18\x03 \x01(\t\x12-\n\tfire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08quota_id\x18\x05 \x01(\t\x12&\n\x07subject\x18\x06 \x01(\x0e\x32\x15.weir.v1.QuotaSubject\x12\x12\n\nsubject_id\x18\x07 \x01(\t\x12\x14\n\x0csubject_name\x18\x08 \x01(\t\x12\r\n\x05model\x18\t \x01(\t\x12*\n\tdimension\x18\n \x01(\x0e\x32\x17.weir.v1.QuotaDimension\x12\x11\n\tthreshold\x18\x0b \x01(\x03\x12\x13\n\x0blimit_value\x18\x0c \x01(\x03\x12\x12\n\nused_value\x18\r \x01(\x03\x12\x35\n\x11window_start_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rcurrency_code\x18\x0f \x01(\t\x12(\n\x08\x64\x65livery\x18\x10 \x01(\x0b\x32\x16.weir.v1.AlertDelivery\x12\x0c\n\x04kind\x18\x11 \x01(\t\x12&\n\x07invoice\x18\x12 \x01(\x0b\x32\x15.weir.v1.AlertInvoice\x12\x1e\n\x03key\x18\x13 \x01(\x0b\x32\x11.weir.v1.AlertKey\"M\n\x08\x41lertKey\x12\x0e\n\x06prefix\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nchanged_by\x18\x03 \x01(\t\x12\x0f\n\x07\x63hanged\x18\x04 \x03(\t\"\xac\x01\n\x0c\x41lertInvoice\x12\x19\n\x11stripe_invoice_id\x18\x01 \x01(\t\x12\x15\n\rstripe_number\x18\x02 \x01(\t\x12\r\n\x05month\x18\x03 \x01(\t\x12\"\n\namount_due\x18\x04 \x01(\x0b\x32\x0e.weir.v1.Money\x12#\n\x0b\x61mount_paid\x18\x05 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x12\n\nhosted_url\x18\x06 \x01(\t\"\xc6\x01\n\rAlertDelivery\x12*\n\x05state\x18\x01 \x01(\x0e\x32\x1b.weir.v1.AlertDeliveryState\x12\x15\n\rattempt_count\x18\x02 \x01(\x05\x12\x30\n\x0c\x61ttempt_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nlast_error\x18\x05 \x01(\t\"\xf6\x01\n\x0c\x41lertWebhook\x12\x17\n\x0forganization_id\x18\x01 \x01(\t\x12\x19\n\x11organization_name\x18\x02 \x01(\t\x12\x0b\n\x03url\x18\x03 \x01(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rpending_count\x18\x05 \x01(\x03\x12\x15\n\rfailure_count\x18\x06 \x01(\x05\x12\x32\n\x0epause_end_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nlast_error\x18\x08 \x01(\t\"O\n\x16SetAlertWebhookRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"Q\n\x17SetAlertWebhookResponse\x12&\n\x07webhook\x18\x01 \x01(\x0b\x32\x15.weir.v1.AlertWebhook\x12\x0e\n\x06secret\x18\x02 \x01(\t\"0\n\x18ListAlertWebhooksRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\"D\n\x19ListAlertWebhooksResponse\x12\'\n\x08webhooks\x18\x01 \x03(\x0b\x32\x15.weir.v1.AlertWebhook\"H\n\x19\x44\x65leteAlertWebhookRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x15\n\rallow_missing\x18\x02 \x01(\x08\"-\n\x1a\x44\x65leteAlertWebhookResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x08\"C\n\x17TestAlertWebhookRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"9\n\x18TestAlertWebhookResponse\x12\x1d\n\x05\x61lert\x18\x01 \x01(\x0b\x32\x0e.weir.v1.Alert\"P\n\x11ListAlertsRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"M\n\x12ListAlertsResponse\x12\x1e\n\x06\x61lerts\x18\x01 \x03(\x0b\x32\x0e.weir.v1.Alert\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*\xa1\x01\n\x12\x41lertDeliveryState\x12$\n ALERT_DELIVERY_STATE_UNSPECIFIED\x10\x00\x12 \n\x1c\x41LERT_DELIVERY_STATE_PENDING\x10\x01\x12\"\n\x1e\x41LERT_DELIVERY_STATE_DELIVERED\x10\x02\x12\x1f\n\x1b\x41LERT_DELIVERY_STATE_FAILED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weir/v1/alerts.proto\x12\x07weir.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13weir/v1/types.proto\"\xcd\x04\n\x05\x41lert\x12\x10\n\x08\x61lert_id\x18\x01 \x01(\t\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\x19\n\x11organization_name\x18\x03 \x01(\t\x12-\n\tfire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08quota_id\x18\x05 \x01(\t\x12&\n\x07subject\x18\x06 \x01(\x0e\x32\x15.weir.v1.QuotaSubject\x12\x12\n\nsubject_id\x18\x07 \x01(\t\x12\x14\n\x0csubject_name\x18\x08 \x01(\t\x12\r\n\x05model\x18\t \x01(\t\x12*\n\tdimension\x18\n \x01(\x0e\x32\x17.weir.v1.QuotaDimension\x12\x11\n\tthreshold\x18\x0b \x01(\x03\x12\x13\n\x0blimit_value\x18\x0c \x01(\x03\x12\x12\n\nused_value\x18\r \x01(\x03\x12\x35\n\x11window_start_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rcurrency_code\x18\x0f \x01(\t\x12(\n\x08\x64\x65livery\x18\x10 \x01(\x0b\x32\x16.weir.v1.AlertDelivery\x12\x0c\n\x04kind\x18\x11 \x01(\t\x12&\n\x07invoice\x18\x12 \x01(\x0b\x32\x15.weir.v1.AlertInvoice\x12\x1e\n\x03key\x18\x13 \x01(\x0b\x32\x11.weir.v1.AlertKey\x12\x11\n\twithin_id\x18\x14 \x01(\t\x12\x13\n\x0bwithin_name\x18\x15 \x01(\t\"M\n\x08\x41lertKey\x12\x0e\n\x06prefix\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nchanged_by\x18\x03 \x01(\t\x12\x0f\n\x07\x63hanged\x18\x04 \x03(\t\"\xac\x01\n\x0c\x41lertInvoice\x12\x19\n\x11stripe_invoice_id\x18\x01 \x01(\t\x12\x15\n\rstripe_number\x18\x02 \x01(\t\x12\r\n\x05month\x18\x03 \x01(\t\x12\"\n\namount_due\x18\x04 \x01(\x0b\x32\x0e.weir.v1.Money\x12#\n\x0b\x61mount_paid\x18\x05 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x12\n\nhosted_url\x18\x06 \x01(\t\"\xc6\x01\n\rAlertDelivery\x12*\n\x05state\x18\x01 \x01(\x0e\x32\x1b.weir.v1.AlertDeliveryState\x12\x15\n\rattempt_count\x18\x02 \x01(\x05\x12\x30\n\x0c\x61ttempt_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nlast_error\x18\x05 \x01(\t\"\xf6\x01\n\x0c\x41lertWebhook\x12\x17\n\x0forganization_id\x18\x01 \x01(\t\x12\x19\n\x11organization_name\x18\x02 \x01(\t\x12\x0b\n\x03url\x18\x03 \x01(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rpending_count\x18\x05 \x01(\x03\x12\x15\n\rfailure_count\x18\x06 \x01(\x05\x12\x32\n\x0epause_end_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nlast_error\x18\x08 \x01(\t\"O\n\x16SetAlertWebhookRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"Q\n\x17SetAlertWebhookResponse\x12&\n\x07webhook\x18\x01 \x01(\x0b\x32\x15.weir.v1.AlertWebhook\x12\x0e\n\x06secret\x18\x02 \x01(\t\"0\n\x18ListAlertWebhooksRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\"D\n\x19ListAlertWebhooksResponse\x12\'\n\x08webhooks\x18\x01 \x03(\x0b\x32\x15.weir.v1.AlertWebhook\"H\n\x19\x44\x65leteAlertWebhookRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x15\n\rallow_missing\x18\x02 \x01(\x08\"-\n\x1a\x44\x65leteAlertWebhookResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x08\"C\n\x17TestAlertWebhookRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"9\n\x18TestAlertWebhookResponse\x12\x1d\n\x05\x61lert\x18\x01 \x01(\x0b\x32\x0e.weir.v1.Alert\"P\n\x11ListAlertsRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"M\n\x12ListAlertsResponse\x12\x1e\n\x06\x61lerts\x18\x01 \x03(\x0b\x32\x0e.weir.v1.Alert\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*\xa1\x01\n\x12\x41lertDeliveryState\x12$\n ALERT_DELIVERY_STATE_UNSPECIFIED\x10\x00\x12 \n\x1c\x41LERT_DELIVERY_STATE_PENDING\x10\x01\x12\"\n\x1e\x41LERT_DELIVERY_STATE_DELIVERED\x10\x02\x12\x1f\n\x1b\x41LERT_DELIVERY_STATE_FAILED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weir.v1.alerts_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ALERTDELIVERYSTATE']._serialized_start=2038
-  _globals['_ALERTDELIVERYSTATE']._serialized_end=2199
+  _globals['_ALERTDELIVERYSTATE']._serialized_start=2078
+  _globals['_ALERTDELIVERYSTATE']._serialized_end=2239
   _globals['_ALERT']._serialized_start=88
-  _globals['_ALERT']._serialized_end=637
-  _globals['_ALERTKEY']._serialized_start=639
-  _globals['_ALERTKEY']._serialized_end=716
-  _globals['_ALERTINVOICE']._serialized_start=719
-  _globals['_ALERTINVOICE']._serialized_end=891
-  _globals['_ALERTDELIVERY']._serialized_start=894
-  _globals['_ALERTDELIVERY']._serialized_end=1092
-  _globals['_ALERTWEBHOOK']._serialized_start=1095
-  _globals['_ALERTWEBHOOK']._serialized_end=1341
-  _globals['_SETALERTWEBHOOKREQUEST']._serialized_start=1343
-  _globals['_SETALERTWEBHOOKREQUEST']._serialized_end=1422
-  _globals['_SETALERTWEBHOOKRESPONSE']._serialized_start=1424
-  _globals['_SETALERTWEBHOOKRESPONSE']._serialized_end=1505
-  _globals['_LISTALERTWEBHOOKSREQUEST']._serialized_start=1507
-  _globals['_LISTALERTWEBHOOKSREQUEST']._serialized_end=1555
-  _globals['_LISTALERTWEBHOOKSRESPONSE']._serialized_start=1557
-  _globals['_LISTALERTWEBHOOKSRESPONSE']._serialized_end=1625
-  _globals['_DELETEALERTWEBHOOKREQUEST']._serialized_start=1627
-  _globals['_DELETEALERTWEBHOOKREQUEST']._serialized_end=1699
-  _globals['_DELETEALERTWEBHOOKRESPONSE']._serialized_start=1701
-  _globals['_DELETEALERTWEBHOOKRESPONSE']._serialized_end=1746
-  _globals['_TESTALERTWEBHOOKREQUEST']._serialized_start=1748
-  _globals['_TESTALERTWEBHOOKREQUEST']._serialized_end=1815
-  _globals['_TESTALERTWEBHOOKRESPONSE']._serialized_start=1817
-  _globals['_TESTALERTWEBHOOKRESPONSE']._serialized_end=1874
-  _globals['_LISTALERTSREQUEST']._serialized_start=1876
-  _globals['_LISTALERTSREQUEST']._serialized_end=1956
-  _globals['_LISTALERTSRESPONSE']._serialized_start=1958
-  _globals['_LISTALERTSRESPONSE']._serialized_end=2035
+  _globals['_ALERT']._serialized_end=677
+  _globals['_ALERTKEY']._serialized_start=679
+  _globals['_ALERTKEY']._serialized_end=756
+  _globals['_ALERTINVOICE']._serialized_start=759
+  _globals['_ALERTINVOICE']._serialized_end=931
+  _globals['_ALERTDELIVERY']._serialized_start=934
+  _globals['_ALERTDELIVERY']._serialized_end=1132
+  _globals['_ALERTWEBHOOK']._serialized_start=1135
+  _globals['_ALERTWEBHOOK']._serialized_end=1381
+  _globals['_SETALERTWEBHOOKREQUEST']._serialized_start=1383
+  _globals['_SETALERTWEBHOOKREQUEST']._serialized_end=1462
+  _globals['_SETALERTWEBHOOKRESPONSE']._serialized_start=1464
+  _globals['_SETALERTWEBHOOKRESPONSE']._serialized_end=1545
+  _globals['_LISTALERTWEBHOOKSREQUEST']._serialized_start=1547
+  _globals['_LISTALERTWEBHOOKSREQUEST']._serialized_end=1595
+  _globals['_LISTALERTWEBHOOKSRESPONSE']._serialized_start=1597
+  _globals['_LISTALERTWEBHOOKSRESPONSE']._serialized_end=1665
+  _globals['_DELETEALERTWEBHOOKREQUEST']._serialized_start=1667
+  _globals['_DELETEALERTWEBHOOKREQUEST']._serialized_end=1739
+  _globals['_DELETEALERTWEBHOOKRESPONSE']._serialized_start=1741
+  _globals['_DELETEALERTWEBHOOKRESPONSE']._serialized_end=1786
+  _globals['_TESTALERTWEBHOOKREQUEST']._serialized_start=1788
+  _globals['_TESTALERTWEBHOOKREQUEST']._serialized_end=1855
+  _globals['_TESTALERTWEBHOOKRESPONSE']._serialized_start=1857
+  _globals['_TESTALERTWEBHOOKRESPONSE']._serialized_end=1914
+  _globals['_LISTALERTSREQUEST']._serialized_start=1916
+  _globals['_LISTALERTSREQUEST']._serialized_end=1996
+  _globals['_LISTALERTSRESPONSE']._serialized_start=1998
+  _globals['_LISTALERTSRESPONSE']._serialized_end=2075
 # @@protoc_insertion_point(module_scope)

@@ -76,6 +76,8 @@ class Alert(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     INVOICE_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
+    WITHIN_ID_FIELD_NUMBER: _builtins.int
+    WITHIN_NAME_FIELD_NUMBER: _builtins.int
     alert_id: _builtins.str
     """UUID of the alert, the same in all deliveries and lists."""
     organization_id: _builtins.str
@@ -87,9 +89,11 @@ class Alert(_message.Message):
     subject: _types_pb2.QuotaSubject.ValueType
     """Owner of the limit."""
     subject_id: _builtins.str
-    """UUID of the organization, project or key."""
+    """UUID of the organization, project, key, end user or value of a label."""
     subject_name: _builtins.str
-    """Display name: "organization", "organization/project" or a key's prefix."""
+    """Display name: "organization", "organization/project", a key's prefix, the name of an end user
+    or "key=value" of a label. An erased end user has its id.
+    """
     model: _builtins.str
     """Limited model; empty: all models together."""
     dimension: _types_pb2.QuotaDimension.ValueType
@@ -106,6 +110,12 @@ class Alert(_message.Message):
     """"quota", "credit", "test", "invoice_payment_failed", "invoice_paid", "key_rotated" or
     "key_widened".
     """
+    within_id: _builtins.str
+    """UUID of the organization or project within which the limit of an end user or label counts.
+    Empty for other subjects.
+    """
+    within_name: _builtins.str
+    """Display name of that: "organization" or "organization/project"."""
     @_builtins.property
     def fire_time(self) -> _timestamp_pb2.Timestamp:
         """Time of detection, seconds after the crossing if a worker runs."""
@@ -148,10 +158,12 @@ class Alert(_message.Message):
         kind: _builtins.str = ...,
         invoice: Global___AlertInvoice | None = ...,
         key: Global___AlertKey | None = ...,
+        within_id: _builtins.str = ...,
+        within_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delivery", b"delivery", "fire_time", b"fire_time", "invoice", b"invoice", "key", b"key", "window_start_time", b"window_start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alert_id", b"alert_id", "currency_code", b"currency_code", "delivery", b"delivery", "dimension", b"dimension", "fire_time", b"fire_time", "invoice", b"invoice", "key", b"key", "kind", b"kind", "limit_value", b"limit_value", "model", b"model", "organization_id", b"organization_id", "organization_name", b"organization_name", "quota_id", b"quota_id", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "threshold", b"threshold", "used_value", b"used_value", "window_start_time", b"window_start_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alert_id", b"alert_id", "currency_code", b"currency_code", "delivery", b"delivery", "dimension", b"dimension", "fire_time", b"fire_time", "invoice", b"invoice", "key", b"key", "kind", b"kind", "limit_value", b"limit_value", "model", b"model", "organization_id", b"organization_id", "organization_name", b"organization_name", "quota_id", b"quota_id", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "threshold", b"threshold", "used_value", b"used_value", "window_start_time", b"window_start_time", "within_id", b"within_id", "within_name", b"within_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

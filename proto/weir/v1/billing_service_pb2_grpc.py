@@ -7,6 +7,7 @@ from weir.v1 import alerts_pb2 as weir_dot_v1_dot_alerts__pb2
 from weir.v1 import billing_service_pb2 as weir_dot_v1_dot_billing__service__pb2
 from weir.v1 import months_pb2 as weir_dot_v1_dot_months__pb2
 from weir.v1 import reconciliation_pb2 as weir_dot_v1_dot_reconciliation__pb2
+from weir.v1 import resale_pb2 as weir_dot_v1_dot_resale__pb2
 from weir.v1 import usage_reports_pb2 as weir_dot_v1_dot_usage__reports__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -119,6 +120,26 @@ class BillingServiceStub:
                 '/weir.v1.BillingService/ListAlerts',
                 request_serializer=weir_dot_v1_dot_alerts__pb2.ListAlertsRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_alerts__pb2.ListAlertsResponse.FromString,
+                _registered_method=True)
+        self.SetResalePrice = channel.unary_unary(
+                '/weir.v1.BillingService/SetResalePrice',
+                request_serializer=weir_dot_v1_dot_resale__pb2.SetResalePriceRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_resale__pb2.SetResalePriceResponse.FromString,
+                _registered_method=True)
+        self.ListResalePrices = channel.unary_unary(
+                '/weir.v1.BillingService/ListResalePrices',
+                request_serializer=weir_dot_v1_dot_resale__pb2.ListResalePricesRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_resale__pb2.ListResalePricesResponse.FromString,
+                _registered_method=True)
+        self.ListResaleStatements = channel.unary_unary(
+                '/weir.v1.BillingService/ListResaleStatements',
+                request_serializer=weir_dot_v1_dot_resale__pb2.ListResaleStatementsRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_resale__pb2.ListResaleStatementsResponse.FromString,
+                _registered_method=True)
+        self.GetResaleStatement = channel.unary_unary(
+                '/weir.v1.BillingService/GetResaleStatement',
+                request_serializer=weir_dot_v1_dot_resale__pb2.GetResaleStatementRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_resale__pb2.GetResaleStatementResponse.FromString,
                 _registered_method=True)
 
 
@@ -246,6 +267,36 @@ class BillingServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetResalePrice(self, request, context):
+        """Sets what an organization charges its end users for a model, or for all models, from a time on.
+        It changes statements only, never the organization's own bill: the scope `billing` is enough.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListResalePrices(self, request, context):
+        """Lists the resale prices of an organization, by model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListResaleStatements(self, request, context):
+        """Lists the statements of a month: that of usage without an end user, then by end user.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetResaleStatement(self, request, context):
+        """Returns the statement of one end user and month, also as a file. Once the month is closed, only
+        erasing the end user changes it. Unknown end user, or no usage in the month: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BillingServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -328,6 +379,26 @@ def add_BillingServiceServicer_to_server(servicer, server):
                     servicer.ListAlerts,
                     request_deserializer=weir_dot_v1_dot_alerts__pb2.ListAlertsRequest.FromString,
                     response_serializer=weir_dot_v1_dot_alerts__pb2.ListAlertsResponse.SerializeToString,
+            ),
+            'SetResalePrice': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetResalePrice,
+                    request_deserializer=weir_dot_v1_dot_resale__pb2.SetResalePriceRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_resale__pb2.SetResalePriceResponse.SerializeToString,
+            ),
+            'ListResalePrices': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListResalePrices,
+                    request_deserializer=weir_dot_v1_dot_resale__pb2.ListResalePricesRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_resale__pb2.ListResalePricesResponse.SerializeToString,
+            ),
+            'ListResaleStatements': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListResaleStatements,
+                    request_deserializer=weir_dot_v1_dot_resale__pb2.ListResaleStatementsRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_resale__pb2.ListResaleStatementsResponse.SerializeToString,
+            ),
+            'GetResaleStatement': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetResaleStatement,
+                    request_deserializer=weir_dot_v1_dot_resale__pb2.GetResaleStatementRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_resale__pb2.GetResaleStatementResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -764,6 +835,114 @@ class BillingService:
             '/weir.v1.BillingService/ListAlerts',
             weir_dot_v1_dot_alerts__pb2.ListAlertsRequest.SerializeToString,
             weir_dot_v1_dot_alerts__pb2.ListAlertsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetResalePrice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/SetResalePrice',
+            weir_dot_v1_dot_resale__pb2.SetResalePriceRequest.SerializeToString,
+            weir_dot_v1_dot_resale__pb2.SetResalePriceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListResalePrices(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/ListResalePrices',
+            weir_dot_v1_dot_resale__pb2.ListResalePricesRequest.SerializeToString,
+            weir_dot_v1_dot_resale__pb2.ListResalePricesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListResaleStatements(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/ListResaleStatements',
+            weir_dot_v1_dot_resale__pb2.ListResaleStatementsRequest.SerializeToString,
+            weir_dot_v1_dot_resale__pb2.ListResaleStatementsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetResaleStatement(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/GetResaleStatement',
+            weir_dot_v1_dot_resale__pb2.GetResaleStatementRequest.SerializeToString,
+            weir_dot_v1_dot_resale__pb2.GetResaleStatementResponse.FromString,
             options,
             channel_credentials,
             insecure,

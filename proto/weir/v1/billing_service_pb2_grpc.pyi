@@ -9,6 +9,7 @@ from weir.v1 import alerts_pb2 as _alerts_pb2
 from weir.v1 import billing_service_pb2 as _billing_service_pb2
 from weir.v1 import months_pb2 as _months_pb2
 from weir.v1 import reconciliation_pb2 as _reconciliation_pb2
+from weir.v1 import resale_pb2 as _resale_pb2
 from weir.v1 import usage_reports_pb2 as _usage_reports_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -85,6 +86,18 @@ class BillingServiceStub:
     """Lists adjustments and credit notes, the latest first."""
     ListAlerts: _grpc.UnaryUnaryMultiCallable[_alerts_pb2.ListAlertsRequest, _alerts_pb2.ListAlertsResponse]
     """Lists alerts on limits and credit, the latest first."""
+    SetResalePrice: _grpc.UnaryUnaryMultiCallable[_resale_pb2.SetResalePriceRequest, _resale_pb2.SetResalePriceResponse]
+    """Sets what an organization charges its end users for a model, or for all models, from a time on.
+    It changes statements only, never the organization's own bill: the scope `billing` is enough.
+    """
+    ListResalePrices: _grpc.UnaryUnaryMultiCallable[_resale_pb2.ListResalePricesRequest, _resale_pb2.ListResalePricesResponse]
+    """Lists the resale prices of an organization, by model."""
+    ListResaleStatements: _grpc.UnaryUnaryMultiCallable[_resale_pb2.ListResaleStatementsRequest, _resale_pb2.ListResaleStatementsResponse]
+    """Lists the statements of a month: that of usage without an end user, then by end user."""
+    GetResaleStatement: _grpc.UnaryUnaryMultiCallable[_resale_pb2.GetResaleStatementRequest, _resale_pb2.GetResaleStatementResponse]
+    """Returns the statement of one end user and month, also as a file. Once the month is closed, only
+    erasing the end user changes it. Unknown end user, or no usage in the month: NOT_FOUND.
+    """
 
 @_typing.type_check_only
 class BillingServiceAsyncStub(BillingServiceStub):
@@ -139,6 +152,18 @@ class BillingServiceAsyncStub(BillingServiceStub):
     """Lists adjustments and credit notes, the latest first."""
     ListAlerts: _aio.UnaryUnaryMultiCallable[_alerts_pb2.ListAlertsRequest, _alerts_pb2.ListAlertsResponse]  # type: ignore[assignment]
     """Lists alerts on limits and credit, the latest first."""
+    SetResalePrice: _aio.UnaryUnaryMultiCallable[_resale_pb2.SetResalePriceRequest, _resale_pb2.SetResalePriceResponse]  # type: ignore[assignment]
+    """Sets what an organization charges its end users for a model, or for all models, from a time on.
+    It changes statements only, never the organization's own bill: the scope `billing` is enough.
+    """
+    ListResalePrices: _aio.UnaryUnaryMultiCallable[_resale_pb2.ListResalePricesRequest, _resale_pb2.ListResalePricesResponse]  # type: ignore[assignment]
+    """Lists the resale prices of an organization, by model."""
+    ListResaleStatements: _aio.UnaryUnaryMultiCallable[_resale_pb2.ListResaleStatementsRequest, _resale_pb2.ListResaleStatementsResponse]  # type: ignore[assignment]
+    """Lists the statements of a month: that of usage without an end user, then by end user."""
+    GetResaleStatement: _aio.UnaryUnaryMultiCallable[_resale_pb2.GetResaleStatementRequest, _resale_pb2.GetResaleStatementResponse]  # type: ignore[assignment]
+    """Returns the statement of one end user and month, also as a file. Once the month is closed, only
+    erasing the end user changes it. Unknown end user, or no usage in the month: NOT_FOUND.
+    """
 
 class BillingServiceServicer(metaclass=_abc_1.ABCMeta):
     """Reads and changes bills. Reading needs a key with the scope `billing` or `admin`, everything else
@@ -286,5 +311,41 @@ class BillingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_alerts_pb2.ListAlertsResponse, _abc.Awaitable[_alerts_pb2.ListAlertsResponse]]:
         """Lists alerts on limits and credit, the latest first."""
+
+    @_abc_1.abstractmethod
+    def SetResalePrice(
+        self,
+        request: _resale_pb2.SetResalePriceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_resale_pb2.SetResalePriceResponse, _abc.Awaitable[_resale_pb2.SetResalePriceResponse]]:
+        """Sets what an organization charges its end users for a model, or for all models, from a time on.
+        It changes statements only, never the organization's own bill: the scope `billing` is enough.
+        """
+
+    @_abc_1.abstractmethod
+    def ListResalePrices(
+        self,
+        request: _resale_pb2.ListResalePricesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_resale_pb2.ListResalePricesResponse, _abc.Awaitable[_resale_pb2.ListResalePricesResponse]]:
+        """Lists the resale prices of an organization, by model."""
+
+    @_abc_1.abstractmethod
+    def ListResaleStatements(
+        self,
+        request: _resale_pb2.ListResaleStatementsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_resale_pb2.ListResaleStatementsResponse, _abc.Awaitable[_resale_pb2.ListResaleStatementsResponse]]:
+        """Lists the statements of a month: that of usage without an end user, then by end user."""
+
+    @_abc_1.abstractmethod
+    def GetResaleStatement(
+        self,
+        request: _resale_pb2.GetResaleStatementRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_resale_pb2.GetResaleStatementResponse, _abc.Awaitable[_resale_pb2.GetResaleStatementResponse]]:
+        """Returns the statement of one end user and month, also as a file. Once the month is closed, only
+        erasing the end user changes it. Unknown end user, or no usage in the month: NOT_FOUND.
+        """
 
 def add_BillingServiceServicer_to_server(servicer: BillingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,9 +1,10 @@
-/** Client of the billing API: reports, months, usage, invoices, corrections, alerts. */
+/** Client of the billing API: reports, months, usage, invoices, corrections, alerts, resale. */
 
 import type { CallOptionsOf } from "./connection.js";
 import { invalid } from "./checks.js";
 import { LABEL_PREFIX, numberOf, usageGroups } from "./conversion.js";
 import { BillingService } from "./gen/weir/v1/billing_service_pb.js";
+import { ResaleStatementFormat as StatementFormats } from "./gen/weir/v1/resale_pb.js";
 import {
   MonthExportFormat as ExportFormats,
 } from "./gen/weir/v1/usage_reports_pb.js";
@@ -13,6 +14,9 @@ import type {
   Alert,
   Invoice,
   MonthExportFormat,
+  ResalePrice,
+  ResaleStatement,
+  ResaleStatementFormat,
   UsageGrouping,
   UsagePage,
 } from "./generated_values.js";
@@ -72,8 +76,8 @@ export interface UsageOptions extends CallOptionsOf {
 /**
  * Client of the billing API, which reads bills, and closes and corrects months.
  *
- * Reading needs a key with the scope `billing` (its own organization only) or `admin`, everything
- * else `admin`. Organizations are given by name or id, months as `YYYY-MM` in UTC. Every call
+ * Reading and resale prices need a key with the scope `billing` (its own organization only) or
+ * `admin`, everything else `admin`. Organizations are given by name or id, months as `YYYY-MM` in UTC. Every call
  * throws a WeirError: NotFound for an unknown object, InvalidRequest for a bad value,
  * FailedPrecondition if the current state does not allow the call.
  */
@@ -154,6 +158,68 @@ export class BillingClient extends BillingCalls {
       pageToken = page.nextPageToken;
       if (!pageToken) return;
     }
+  }
+
+  /** Yields the resale prices in force by model, or with `history` all versions. */
+  async *listResalePrices(
+    organization = "",
+    options: CallOptionsOf & { readonly history?: boolean; readonly pageSize?: number } = {},
+  ): AsyncGenerator<ResalePrice, void, void> {
+    const { history = false, pageSize = 0 } = options;
+    for (let pageToken = ""; ; ) {
+      const init = { organization, history, pageSize, pageToken };
+      const page = await this.connection.call(BillingService.method.listResalePrices, init, options);
+      for (const each of page.prices) yield wire.resalePrice(each);
+      pageToken = page.nextPageToken;
+      if (!pageToken) return;
+    }
+  }
+
+  /** Yields the statements of a month, without lines: that of usage without an end user first. */
+  async *listResaleStatements(
+    month: string,
+    options: CallOptionsOf & { readonly organization?: string; readonly pageSize?: number } = {},
+  ): AsyncGenerator<ResaleStatement, void, void> {
+    const { organization = "", pageSize = 0 } = options;
+    const method = BillingService.method.listResaleStatements;
+    for (let pageToken = ""; ; ) {
+      const init = { organization, month, pageSize, pageToken };
+      const page = await this.connection.call(method, init, options);
+      for (const each of page.statements) yield wire.resaleStatement(each);
+      pageToken = page.nextPageToken;
+      if (!pageToken) return;
+    }
+  }
+
+  /** Returns the statement of an end user, by name or id; `""`: of usage without one. */
+  async getResaleStatement(
+    endUser: string,
+    month: string,
+    options: CallOptionsOf & { readonly organization?: string } = {},
+  ): Promise<ResaleStatement> {
+    const init = { organization: options.organization ?? "", month, endUser };
+    const method = BillingService.method.getResaleStatement;
+    const response = await this.connection.call(method, init, options);
+    return wire.resaleStatement(response.statement);
+  }
+
+  /** Exports a statement as a file. JSON and CSV have your costs, the PDF has not. */
+  async exportResaleStatement(
+    endUser: string,
+    month: string,
+    format: ResaleStatementFormat,
+    options: CallOptionsOf & { readonly organization?: string } = {},
+  ): Promise<Uint8Array> {
+    const { organization = "" } = options;
+    const init = {
+      organization,
+      month,
+      endUser,
+      format: numberOf("format", StatementFormats, format),
+    };
+    const method = BillingService.method.getResaleStatement;
+    const response = await this.connection.call(method, init, options);
+    return response.content;
   }
 
   private async exported(

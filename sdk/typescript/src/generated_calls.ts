@@ -56,6 +56,7 @@ import {
   type QuotaSubject,
   type RecordedRequest,
   type ReplicaList,
+  type ResalePrice,
   type RotatedApiKey,
   type UndrainedReplica,
   type UsageForecast,
@@ -468,6 +469,40 @@ export interface GetForecastOptions extends CallOptionsOf {
    * InvalidRequest.
    */
   readonly month?: string | undefined;
+}
+
+/** Options of `setResalePrice`. */
+export interface SetResalePriceOptions extends CallOptionsOf {
+  /** Name or id of the organization; empty: the key's own. Unknown: NotFound. */
+  readonly organization?: string | undefined;
+  /** The model; empty: all models without a version of their own. */
+  readonly model?: string | undefined;
+  /**
+   * Thousandths of the organization's cost, 0 to 1000000. Unset: 1000, the cost itself. Required
+   * unless a price is given.
+   */
+  readonly markupMilli?: number | bigint | undefined;
+  /** Picos per uncached input token. Unset: the markup. */
+  readonly inputPicosPerToken?: number | bigint | undefined;
+  /** Picos per cached input token. Unset: the markup. */
+  readonly cachedInputPicosPerToken?: number | bigint | undefined;
+  /** Picos per output token that is not thinking. Unset: the markup. */
+  readonly outputPicosPerToken?: number | bigint | undefined;
+  /** Picos per output token of the model's thinking. Unset: as output. */
+  readonly reasoningPicosPerToken?: number | bigint | undefined;
+  /** Picos per embedded token. Unset: the markup. */
+  readonly embeddingPicosPerToken?: number | bigint | undefined;
+  /** Picos per request, beside its tokens. Unset: 0. */
+  readonly requestPicos?: number | bigint | undefined;
+  /** Ends the price instead. NotFound if there is none at that time. */
+  readonly withdrawn?: boolean | undefined;
+  /**
+   * Start of validity. Unset: now. In the past: InvalidRequest. As another version of the model:
+   * AlreadyExists.
+   */
+  readonly effectiveTime?: Date | undefined;
+  /** Idempotency key: a UUID. A repetition returns the version of the first call. */
+  readonly requestId?: string | undefined;
 }
 
 /** Calls of `AdminService` that need no code of their own. */
@@ -1405,6 +1440,32 @@ export class BillingCalls extends UnaryClient {
     const method = BillingService.method.getForecast;
     const response = await this.connection.call(method, init, options);
     return wire.usageForecast(response);
+  }
+
+  /**
+   * Sets what an organization charges its end users for a model, or for all models, from a time on.
+   * It changes statements only, never the organization's own bill: the scope `billing` is enough.
+   */
+  async setResalePrice(
+    options: SetResalePriceOptions = {},
+  ): Promise<ResalePrice> {
+    const init = defined({
+      organization: options.organization,
+      model: options.model,
+      markupMilli: whole("markupMilli", options.markupMilli),
+      inputPicosPerToken: whole("inputPicosPerToken", options.inputPicosPerToken),
+      cachedInputPicosPerToken: whole("cachedInputPicosPerToken", options.cachedInputPicosPerToken),
+      outputPicosPerToken: whole("outputPicosPerToken", options.outputPicosPerToken),
+      reasoningPicosPerToken: whole("reasoningPicosPerToken", options.reasoningPicosPerToken),
+      embeddingPicosPerToken: whole("embeddingPicosPerToken", options.embeddingPicosPerToken),
+      requestPicos: whole("requestPicos", options.requestPicos),
+      withdrawn: options.withdrawn,
+      effectiveTime: options.effectiveTime && timestampFromDate(options.effectiveTime),
+      requestId: options.requestId ?? randomUUID(),
+    });
+    const method = BillingService.method.setResalePrice;
+    const response = await this.connection.call(method, init, options);
+    return wire.resalePrice(response.price);
   }
 
 }

@@ -116,9 +116,12 @@ export interface Alert {
   readonly quotaId: string;
   /** Owner of the limit. */
   readonly subject: QuotaSubject;
-  /** UUID of the organization, project or key. */
+  /** UUID of the organization, project, key, end user or value of a label. */
   readonly subjectId: string;
-  /** Display name: "organization", "organization/project" or a key's prefix. */
+  /**
+   * Display name: "organization", "organization/project", a key's prefix, the name of an end user
+   * or "key=value" of a label. An erased end user has its id.
+   */
   readonly subjectName: string;
   /** Limited model; empty: all models together. */
   readonly model: string;
@@ -145,6 +148,13 @@ export interface Alert {
   readonly invoice: AlertInvoice | undefined;
   /** The key that got a new secret or more rights. Unset for other kinds. */
   readonly key: AlertKey | undefined;
+  /**
+   * UUID of the organization or project within which the limit of an end user or label counts.
+   * Empty for other subjects.
+   */
+  readonly withinId: string;
+  /** Display name of that: "organization" or "organization/project". */
+  readonly withinName: string;
 }
 
 /** One change: its time and author, and the object before and after it. */
@@ -857,6 +867,93 @@ export interface Quote {
    */
   readonly quotas: readonly QuotaStatus[];
 }
+
+/**
+ * One immutable version of what an organization charges its end users; corrections are later
+ * versions. A request pays the version in force when it starts.
+ */
+export interface ResalePrice {
+  /** Version number. */
+  readonly version: number;
+  /** The priced model; empty: all models without a version of their own. */
+  readonly model: string;
+  /**
+   * What tokens without a price of their own are charged at, in thousandths of the organization's
+   * cost: 1250 adds a quarter.
+   */
+  readonly markupMilli: number;
+  /** Picos per uncached input token. Unset: the markup. */
+  readonly inputPicosPerToken: bigint | undefined;
+  /** Picos per cached input token. Unset: the markup. */
+  readonly cachedInputPicosPerToken: bigint | undefined;
+  /** Picos per output token that is not thinking. Unset: the markup. */
+  readonly outputPicosPerToken: bigint | undefined;
+  /** Picos per output token of the model's thinking. Unset: as output. */
+  readonly reasoningPicosPerToken: bigint | undefined;
+  /** Picos per embedded token. Unset: the markup. */
+  readonly embeddingPicosPerToken: bigint | undefined;
+  /** Picos per request, beside its tokens. */
+  readonly requestPicos: bigint;
+  /** True if it only ends the price: that of all models applies from then on, or else the cost. */
+  readonly withdrawn: boolean;
+  /** Start of validity. */
+  readonly effectiveTime: Date | undefined;
+}
+
+/** Tokens of one kind and model, or its requests, at one version of the resale prices. */
+export interface ResaleStatementLine {
+  /** The model. */
+  readonly model: string;
+  /** "requests", or the kind of token in lower case, as in other documents. */
+  readonly item: string;
+  /** Number of requests or tokens. */
+  readonly quantity: number;
+  /** What the organization pays for them. */
+  readonly cost: Money;
+  /** What the end user is charged, exact to the pico. */
+  readonly amount: Money;
+  /** The version of the resale prices; 0 without one: at cost. */
+  readonly resalePriceVersion: number;
+  /**
+   * The month of the usage as YYYY-MM, if that was closed before the usage was posted; else empty.
+   */
+  readonly lateMonth: string;
+}
+
+/** What an organization charges an end user for a month. */
+export interface ResaleStatement {
+  /** Name of the end user. Empty for an erased one, and for usage without an end user. */
+  readonly endUser: string;
+  /** UUID of the end user. Empty for usage without an end user. */
+  readonly endUserId: string;
+  /** The month as YYYY-MM, in UTC. */
+  readonly month: string;
+  /** State of the month. While it is open, amounts may still change. */
+  readonly state: string;
+  /** Number of requests. */
+  readonly requestCount: number;
+  /** Number of tokens of all kinds. */
+  readonly tokenCount: number;
+  /**
+   * What the organization pays for the usage, before its plan. The costs of all statements of a
+   * month add up to the usage on its invoice.
+   */
+  readonly cost: Money;
+  /** Exact sum of the lines. */
+  readonly amount: Money;
+  /** Rounding remainder of the end user's previous statements. */
+  readonly carriedIn: Money;
+  /** Amount to charge: amount + carried_in, rounded once to the currency's minor unit. */
+  readonly totalRounded: Money;
+  /** Lines by model and kind. Empty in lists. */
+  readonly lines: readonly ResaleStatementLine[];
+}
+
+/** Format of a statement as a file. */
+export type ResaleStatementFormat =
+  | "json"
+  | "csv"
+  | "pdf";
 
 /** Actual and simulated charges of a month for one organization. */
 export interface SimulatedCustomer {

@@ -169,6 +169,14 @@ import {
   type UndrainReplicaResponse as UndrainReplicaResponseMessage,
 } from "./gen/weir/v1/replicas_pb.js";
 import {
+  ResalePriceSchema,
+  ResaleStatementLineSchema,
+  ResaleStatementSchema,
+  type ResalePrice as ResalePriceMessage,
+  type ResaleStatement as ResaleStatementMessage,
+  type ResaleStatementLine as ResaleStatementLineMessage,
+} from "./gen/weir/v1/resale_pb.js";
+import {
   BillingProfileSchema,
   QuotaStatusSchema,
   QuotaSubject as QuotaSubjectMessage,
@@ -265,6 +273,9 @@ import {
   type ReplicaState,
   type RequestCounts,
   type RequestPhase,
+  type ResalePrice,
+  type ResaleStatement,
+  type ResaleStatementLine,
   type RotatedApiKey,
   type SimulatedCustomer,
   type Timings,
@@ -340,6 +351,8 @@ export function alert(
     kind: value.kind,
     invoice: value.invoice && alertInvoice(value.invoice),
     key: value.key && alertKey(value.key),
+    withinId: value.withinId,
+    withinName: value.withinName,
   });
 }
 
@@ -728,6 +741,56 @@ export function quote(
     retryAfterMs: durationMs(value.retryDelay),
     failingQuotas: value.failingQuotas.map((each) => quotaStatus(each)),
     quotas: value.quotas.map((each) => quotaStatus(each)),
+  };
+}
+
+export function resalePrice(
+  value: ResalePriceMessage = create(ResalePriceSchema),
+): ResalePrice {
+  return jsonable({
+    version: count(value.version),
+    model: value.model,
+    markupMilli: count(value.markupMilli),
+    inputPicosPerToken: value.inputPicosPerToken || undefined,
+    cachedInputPicosPerToken: value.cachedInputPicosPerToken || undefined,
+    outputPicosPerToken: value.outputPicosPerToken || undefined,
+    reasoningPicosPerToken: value.reasoningPicosPerToken || undefined,
+    embeddingPicosPerToken: value.embeddingPicosPerToken || undefined,
+    requestPicos: value.requestPicos,
+    withdrawn: value.withdrawn,
+    effectiveTime: date(value.effectiveTime),
+  });
+}
+
+export function resaleStatementLine(
+  value: ResaleStatementLineMessage = create(ResaleStatementLineSchema),
+): ResaleStatementLine {
+  return {
+    model: value.model,
+    item: value.item,
+    quantity: count(value.quantity),
+    cost: money(value.cost),
+    amount: money(value.amount),
+    resalePriceVersion: count(value.resalePriceVersion),
+    lateMonth: value.lateMonth,
+  };
+}
+
+export function resaleStatement(
+  value: ResaleStatementMessage = create(ResaleStatementSchema),
+): ResaleStatement {
+  return {
+    endUser: value.endUser,
+    endUserId: value.endUserId,
+    month: value.month,
+    state: value.state,
+    requestCount: count(value.requestCount),
+    tokenCount: count(value.tokenCount),
+    cost: money(value.cost),
+    amount: money(value.amount),
+    carriedIn: money(value.carriedIn),
+    totalRounded: money(value.totalRounded),
+    lines: value.lines.map((each) => resaleStatementLine(each)),
   };
 }
 

@@ -209,8 +209,9 @@ def about(alert: Alert, *passed: Alert) -> tuple[Cell, ...]:
         return (f"key {alert.key.prefix}", *what, f"by {alert.key.changed_by}", "—", "—")
     if not alert.quota_id:
         return alert.organization_name, "—", "—", "test", "—", "—", "—"
+    within = f" within {alert.within_name}" if alert.within_name else ""
     return (
-        f"{subject_text(alert.subject)} {alert.subject_name}",
+        f"{subject_text(alert.subject)} {alert.subject_name}{within}",
         alert.dimension.value,
         alert.model or "all",
         thresholds_text(alert.dimension, [each.threshold for each in (alert, *passed)]),

@@ -78,6 +78,9 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
     "price": Command("weir_cli.plans:price", "Set and list prices, and try new ones.", FINANCE),
     "plan": Command("weir_cli.plans:plan", "Create and assign plans.", FINANCE),
     "credit": Command("weir_cli.plans:credit", "Grant credit, and show balances.", FINANCE),
+    "resale": Command(
+        "weir_cli.resale:resale", "Charge your own users: prices and statements.", FINANCE
+    ),
     "alerts": Command(
         "weir_cli.alerts:alerts", "Read alerts, or have them sent to a URL.", FINANCE
     ),

@@ -376,7 +376,7 @@ def set_price(
         **given,
         organization=organization,
         currency_code=currency,
-        effective_time=_utc(effective_time),
+        effective_time=utc(effective_time),
     )
     kinds = [kind for kind in KINDS if kind != "reasoning" or any(map(prices_reasoning, versions))]
     remarks = []
@@ -400,7 +400,7 @@ def withdraw_price(
     effective_time: SinceOption = None,
 ) -> Output:
     """End the price of one customer, who pays the list price from then on."""
-    versions = client.withdraw_price(organization, model, effective_time=_utc(effective_time))
+    versions = client.withdraw_price(organization, model, effective_time=utc(effective_time))
     since = time_text(versions[0].effective_time, "now")
     return versions, f"{organization} pays the list price of {model} from {since} on"
 
@@ -431,7 +431,7 @@ def list_prices(
 ) -> Output:
     """List the price of each model and tier, where it comes from, and since when it applies."""
     found = client.list_prices(
-        organization, model=model, currency_code=currency, time=_utc(at), history=history
+        organization, model=model, currency_code=currency, time=utc(at), history=history
     )
     if history and found.versions:
         return found, VERSIONS.drawn(found.versions)
@@ -450,7 +450,8 @@ def names_of(organization: Organization) -> tuple[str, str]:
     return organization.name, organization.organization_id
 
 
-def _utc(time: datetime | None) -> datetime | None:
+def utc(time: datetime | None) -> datetime | None:
+    """Take the time of an option as UTC."""
     return time.replace(tzinfo=UTC) if time else None
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weir_cli.texts import parse_price, parse_thousandths, parse_thresholds, parsed
+from weir_cli.texts import parse_picos, parse_price, parse_thousandths, parse_thresholds, parsed
 
 if TYPE_CHECKING:
     from weir_client import ApiKey, KeyRestrictions
@@ -21,6 +21,7 @@ Declared = tuple[Any, Any]  # annotation and default of an option
 # Of each kind of term: the end of its field in the contract, the type of its option, and the parser
 # of the option's text. Weights are whole thousandths here, and numbers such as 0.25 in files.
 KINDS: Mapping[str, tuple[str, Any, Callable[[str], Any] | None]] = {
+    "amount": ("_picos", str, parse_picos),
     "count": ("", int, None),
     "multiplier": ("_milli", str, parse_thousandths),
     "percentages": ("", str, parse_thresholds),
@@ -159,6 +160,15 @@ TERMS = {
             "multiplier",
             "What the batch tier pays of these prices, such as 0.5 for half. First price: 1.",
         ),
+    ),
+    "resale price": (
+        Term("markup", "multiplier", "Multiple of your cost, such as 1.25. Default: 1, the cost."),
+        Term("input", "price", "Price of a million input tokens. Default: the markup."),
+        Term("cached_input", "price", "Price of a million cached input tokens, likewise."),
+        Term("output", "price", "Price of a million output tokens, likewise."),
+        Term("reasoning", "price", "Price of a million tokens of thinking. Default: as --output."),
+        Term("embedding", "price", "Price of a million embedded tokens. Default: the markup."),
+        Term("request", "amount", "Price of each request, beside its tokens, such as 0.001."),
     ),
 }
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         Plan,
         PriceVersion,
         QuotaStatus,
+        ResalePrice,
+        ResaleStatement,
         Result,
         Timings,
         Usage,
@@ -69,8 +71,8 @@ def parse_time(text: str | None, now: datetime, flag: str) -> datetime | None:
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
-def end_user_text(row: UsageRow) -> str:
-    """Name the end user of a row of usage; one that was erased by its id."""
+def end_user_text(row: UsageRow | ResaleStatement) -> str:
+    """Name the end user of usage or of a statement; one that was erased by its id."""
     if row.end_user:
         return row.end_user
     return f"{ERASED} {row.end_user_id}" if row.end_user_id else NOT_GIVEN
@@ -355,6 +357,12 @@ def version_rate(kind: str, version: PriceVersion) -> str | None:
 
 def applied_rate(kind: str, applied: AppliedPrice) -> str:
     return rate(kind, applied.version)
+
+
+def resale_rate(kind: str, price: ResalePrice) -> str | None:
+    """Format the resale price of a million tokens of a kind; None where the markup applies."""
+    picos = getattr(price, f"{kind}_picos_per_token")
+    return None if picos is None else decimal_text(per_million(picos))
 
 
 def prices_reasoning(version: PriceVersion) -> bool:

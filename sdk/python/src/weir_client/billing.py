@@ -1,11 +1,11 @@
-"""Clients of the billing API: reports, months, usage, invoices, corrections, alerts."""
+"""Clients of the billing API: reports, months, usage, invoices, corrections, alerts, resale."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Unpack
 
-from weir.v1 import alerts_pb2, months_pb2, usage_reports_pb2
+from weir.v1 import alerts_pb2, months_pb2, resale_pb2, usage_reports_pb2
 
 from weir_client import wire
 from weir_client.blocking import blocking, blocking_items
@@ -16,6 +16,9 @@ from weir_client.generated_values import (
     Alert,
     Invoice,
     MonthExportFormat,
+    ResalePrice,
+    ResaleStatement,
+    ResaleStatementFormat,
     UsageGrouping,
     UsagePage,
 )
@@ -27,10 +30,10 @@ from weir_client.values import MonthFile
 class AsyncBillingClient(AsyncBillingCalls):
     """Client of the billing API, which reads bills, and closes and corrects months.
 
-    Reading needs a key with the scope `billing` (its own organization only) or `admin`, everything
-    else `admin`. Organizations are given by name or id, months as `YYYY-MM` in UTC. Every call
-    raises WeirError: NotFound for an unknown object, InvalidRequest for a bad value,
-    FailedPrecondition if the current state does not allow the call.
+    Reading and resale prices need a key with the scope `billing` (its own organization only) or
+    `admin`, everything else `admin`. Organizations are given by name or id, months as `YYYY-MM` in
+    UTC. Every call raises WeirError: NotFound for an unknown object, InvalidRequest for a bad
+    value, FailedPrecondition if the current state does not allow the call.
     """
 
     async def get_invoice(
@@ -135,6 +138,71 @@ class AsyncBillingClient(AsyncBillingCalls):
 
     list_alerts = items_of(_alert_pages)
 
+    async def _resale_price_pages(
+        self, organization: str = "", *, history: bool = False, page_size: int = 0
+    ) -> AsyncIterator[list[ResalePrice]]:
+        """Yield pages of resale prices in force by model, or with `history` of all versions.
+
+        An empty `organization` means the key's own. Raises: NotFound, InvalidRequest.
+        """
+        request = resale_pb2.ListResalePricesRequest(
+            organization=organization, history=history, page_size=page_size
+        )
+        async for page in self._pages(self._stub.ListResalePrices, request):
+            yield [wire.read(ResalePrice, each) for each in page.prices]
+
+    list_resale_prices = items_of(_resale_price_pages)
+
+    async def _resale_statement_pages(
+        self, month: str, *, organization: str = "", page_size: int = 0
+    ) -> AsyncIterator[list[ResaleStatement]]:
+        """Yield pages of a month's statements, without lines: of usage without an end user first.
+
+        An empty `organization` means the key's own. Raises: NotFound, InvalidRequest.
+        """
+        request = resale_pb2.ListResaleStatementsRequest(
+            organization=organization, month=month, page_size=page_size
+        )
+        async for page in self._pages(self._stub.ListResaleStatements, request):
+            yield [wire.read(ResaleStatement, each) for each in page.statements]
+
+    list_resale_statements = items_of(_resale_statement_pages)
+
+    async def get_resale_statement(
+        self, end_user: str, month: str, *, organization: str = ""
+    ) -> ResaleStatement:
+        """Return the statement of an end user, by name or id; empty: of usage without one.
+
+        Raises: NotFound, also if there is no usage in the month; InvalidRequest.
+        """
+        request = resale_pb2.GetResaleStatementRequest(
+            organization=organization, month=month, end_user=end_user
+        )
+        response = await self._call(self._stub.GetResaleStatement, request)
+        return wire.read(ResaleStatement, response.statement)
+
+    async def export_resale_statement(
+        self,
+        end_user: str,
+        month: str,
+        file_format: ResaleStatementFormat,
+        *,
+        organization: str = "",
+    ) -> bytes:
+        """Export a statement as a file. JSON and CSV have your costs, the PDF has not.
+
+        Raises: NotFound, also if there is no usage in the month; InvalidRequest.
+        """
+        request = wire.request(
+            resale_pb2.GetResaleStatementRequest,
+            organization=organization,
+            month=month,
+            end_user=end_user,
+            format=file_format,
+        )
+        response = await self._call(self._stub.GetResaleStatement, request)
+        return bytes(response.content)
+
 
 class BillingClient(BlockingBillingCalls):
     """Blocking client of the billing API. `AsyncBillingClient` documents every call.
@@ -153,3 +221,7 @@ class BillingClient(BlockingBillingCalls):
     export_month = blocking(AsyncBillingClient.export_month)
     export_credit_note = blocking(AsyncBillingClient.export_credit_note)
     list_alerts = blocking_items(AsyncBillingClient._alert_pages)
+    list_resale_prices = blocking_items(AsyncBillingClient._resale_price_pages)
+    list_resale_statements = blocking_items(AsyncBillingClient._resale_statement_pages)
+    get_resale_statement = blocking(AsyncBillingClient.get_resale_statement)
+    export_resale_statement = blocking(AsyncBillingClient.export_resale_statement)

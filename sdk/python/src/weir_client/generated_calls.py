@@ -22,6 +22,7 @@ from weir.v1 import (
     plans_pb2,
     prices_pb2,
     replicas_pb2,
+    resale_pb2,
     usage_reports_pb2,
 )
 
@@ -58,6 +59,7 @@ from weir_client.generated_values import (
     QuotaSubject,
     RecordedRequest,
     ReplicaList,
+    ResalePrice,
     RotatedApiKey,
     UndrainedReplica,
     UsageForecast,
@@ -1060,6 +1062,60 @@ class AsyncBillingCalls(UnaryClient):
         response = await self._call(self._stub.GetForecast, request)
         return wire.read(UsageForecast, response)
 
+    async def set_resale_price(
+        self,
+        organization: str = "",
+        model: str = "",
+        *,
+        markup_milli: int | None = None,
+        input_picos_per_token: int | None = None,
+        cached_input_picos_per_token: int | None = None,
+        output_picos_per_token: int | None = None,
+        reasoning_picos_per_token: int | None = None,
+        embedding_picos_per_token: int | None = None,
+        request_picos: int | None = None,
+        withdrawn: bool = False,
+        effective_time: datetime | None = None,
+        request_id: str | None = None,
+    ) -> ResalePrice:
+        """Sets what an organization charges its end users for a model, or for all models, from a
+        time on. It changes statements only, never the organization's own bill: the scope `billing`
+        is enough.
+
+        `organization`: Name or id of the organization; empty: the key's own. Unknown: NotFound.
+        `model`: The model; empty: all models without a version of their own.
+        `markup_milli`: Thousandths of the organization's cost, 0 to 1000000. Unset: 1000, the cost
+            itself. Required unless a price is given.
+        `input_picos_per_token`: Picos per uncached input token. Unset: the markup.
+        `cached_input_picos_per_token`: Picos per cached input token. Unset: the markup.
+        `output_picos_per_token`: Picos per output token that is not thinking. Unset: the markup.
+        `reasoning_picos_per_token`: Picos per output token of the model's thinking. Unset: as
+            output.
+        `embedding_picos_per_token`: Picos per embedded token. Unset: the markup.
+        `request_picos`: Picos per request, beside its tokens. Unset: 0.
+        `withdrawn`: Ends the price instead. NotFound if there is none at that time.
+        `effective_time`: Start of validity. Unset: now. In the past: InvalidRequest. As another
+            version of the model: AlreadyExists.
+        `request_id`: Idempotency key: a UUID. A repetition returns the version of the first call.
+        """
+        request = wire.request(
+            resale_pb2.SetResalePriceRequest,
+            organization=organization,
+            model=model,
+            markup_milli=markup_milli,
+            input_picos_per_token=input_picos_per_token,
+            cached_input_picos_per_token=cached_input_picos_per_token,
+            output_picos_per_token=output_picos_per_token,
+            reasoning_picos_per_token=reasoning_picos_per_token,
+            embedding_picos_per_token=embedding_picos_per_token,
+            request_picos=request_picos,
+            withdrawn=withdrawn,
+            effective_time=effective_time,
+            request_id=request_id or str(uuid.uuid4()),
+        )
+        response = await self._call(self._stub.SetResalePrice, request)
+        return wire.read(ResalePrice, response.price)
+
 
 class BlockingBillingCalls(BlockingUnaryClient):
     """Blocking twins of `AsyncBillingCalls`."""
@@ -1075,3 +1131,4 @@ class BlockingBillingCalls(BlockingUnaryClient):
     reject_adjustment = blocking(AsyncBillingCalls.reject_adjustment)
     list_adjustments = blocking(AsyncBillingCalls.list_adjustments)
     get_forecast = blocking(AsyncBillingCalls.get_forecast)
+    set_resale_price = blocking(AsyncBillingCalls.set_resale_price)

@@ -16,6 +16,7 @@ ModelVersion Month MonthCharge MonthExportFormat MonthReport MonthReportLine Mon
 MonthVerification Obstacle Organization PaymentState Plan PlanAssignment PlanList PrepaidCredit
 Price PriceList PriceVersion Project QuotaDimension QuotaStatus QuotaSubject Quote Reconciliation
 RecordedRequest RefusedField Replica ReplicaDrain ReplicaList ReplicaState RequestCounts
-RequestPhase RotatedApiKey SimulatedCustomer Stage Timings TokenKind TokenLogprob TokenLogprobs
-UndrainedReplica Usage UsageForecast UsageGrouping UsagePage UsageReport UsageRow UsageShare
+RequestPhase ResalePrice ResaleStatement ResaleStatementFormat ResaleStatementLine RotatedApiKey
+SimulatedCustomer Stage Timings TokenKind TokenLogprob TokenLogprobs UndrainedReplica Usage
+UsageForecast UsageGrouping UsagePage UsageReport UsageRow UsageShare
 """

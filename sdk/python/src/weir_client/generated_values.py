@@ -176,9 +176,10 @@ class Alert(Value):
     subject: QuotaSubject = QuotaSubject.UNSPECIFIED
     """Owner of the limit."""
     subject_id: str = ""
-    """UUID of the organization, project or key."""
+    """UUID of the organization, project, key, end user or value of a label."""
     subject_name: str = ""
-    """Display name: "organization", "organization/project" or a key's prefix."""
+    """Display name: "organization", "organization/project", a key's prefix, the name of an end user
+    or "key=value" of a label. An erased end user has its id."""
     model: str = ""
     """Limited model; empty: all models together."""
     dimension: QuotaDimension = QuotaDimension.UNSPECIFIED
@@ -200,6 +201,11 @@ class Alert(Value):
     """The invoice at the time of the alert. Unset for other kinds."""
     key: AlertKey | None = None
     """The key that got a new secret or more rights. Unset for other kinds."""
+    within_id: str = ""
+    """UUID of the organization or project within which the limit of an end user or label counts.
+    Empty for other subjects."""
+    within_name: str = ""
+    """Display name of that: "organization" or "organization/project"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -948,6 +954,97 @@ class Quote(Value):
     quotas: tuple[QuotaStatus, ...] = ()
     """Every quota that applies, without this request. Sorted by organization, project, key, then
     dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResalePrice(Value):
+    """One immutable version of what an organization charges its end users; corrections are later
+    versions. A request pays the version in force when it starts."""
+
+    version: int = 0
+    """Version number."""
+    model: str = ""
+    """The priced model; empty: all models without a version of their own."""
+    markup_milli: int = 0
+    """What tokens without a price of their own are charged at, in thousandths of the organization's
+    cost: 1250 adds a quarter."""
+    input_picos_per_token: int | None = None
+    """Picos per uncached input token. Unset: the markup."""
+    cached_input_picos_per_token: int | None = None
+    """Picos per cached input token. Unset: the markup."""
+    output_picos_per_token: int | None = None
+    """Picos per output token that is not thinking. Unset: the markup."""
+    reasoning_picos_per_token: int | None = None
+    """Picos per output token of the model's thinking. Unset: as output."""
+    embedding_picos_per_token: int | None = None
+    """Picos per embedded token. Unset: the markup."""
+    request_picos: int = 0
+    """Picos per request, beside its tokens."""
+    withdrawn: bool = False
+    """True if it only ends the price: that of all models applies from then on, or else the cost."""
+    effective_time: datetime | None = None
+    """Start of validity."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResaleStatementLine(Value):
+    """Tokens of one kind and model, or its requests, at one version of the resale prices."""
+
+    model: str
+    """The model."""
+    item: str
+    """"requests", or the kind of token in lower case, as in other documents."""
+    quantity: int
+    """Number of requests or tokens."""
+    cost: Money
+    """What the organization pays for them."""
+    amount: Money
+    """What the end user is charged, exact to the pico."""
+    resale_price_version: int = 0
+    """The version of the resale prices; 0 without one: at cost."""
+    late_month: str = ""
+    """The month of the usage as YYYY-MM, if that was closed before the usage was posted; else
+    empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResaleStatement(Value):
+    """What an organization charges an end user for a month."""
+
+    end_user: str
+    """Name of the end user. Empty for an erased one, and for usage without an end user."""
+    end_user_id: str
+    """UUID of the end user. Empty for usage without an end user."""
+    month: str
+    """The month as YYYY-MM, in UTC."""
+    state: str
+    """State of the month. While it is open, amounts may still change."""
+    request_count: int
+    """Number of requests."""
+    token_count: int
+    """Number of tokens of all kinds."""
+    cost: Money
+    """What the organization pays for the usage, before its plan. The costs of all statements of a
+    month add up to the usage on its invoice."""
+    amount: Money
+    """Exact sum of the lines."""
+    carried_in: Money
+    """Rounding remainder of the end user's previous statements."""
+    total_rounded: Money
+    """Amount to charge: amount + carried_in, rounded once to the currency's minor unit."""
+    lines: tuple[ResaleStatementLine, ...] = ()
+    """Lines by model and kind. Empty in lists."""
+
+
+class ResaleStatementFormat(StrEnum):
+    """Format of a statement as a file."""
+
+    JSON = "json"
+    """JSON, with the organization's costs."""
+    CSV = "csv"
+    """CSV, with the organization's costs."""
+    PDF = "pdf"
+    """PDF for the end user, without costs."""
 
 
 @dataclass(frozen=True, slots=True)
