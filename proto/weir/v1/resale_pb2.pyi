@@ -323,7 +323,7 @@ Global___ListResalePricesResponse: _TypeAlias = ListResalePricesResponse  # noqa
 
 @_typing.final
 class ResaleStatement(_message.Message):
-    """What an organization charges an end user for a month."""
+    """Charges of an organization to one end user for a month."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

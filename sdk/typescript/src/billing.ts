@@ -77,9 +77,9 @@ export interface UsageOptions extends CallOptionsOf {
  * Client of the billing API, which reads bills, and closes and corrects months.
  *
  * Reading and resale prices need a key with the scope `billing` (its own organization only) or
- * `admin`, everything else `admin`. Organizations are given by name or id, months as `YYYY-MM` in UTC. Every call
- * throws a WeirError: NotFound for an unknown object, InvalidRequest for a bad value,
- * FailedPrecondition if the current state does not allow the call.
+ * `admin`, everything else `admin`. Organizations are given by name or id, months as `YYYY-MM` in
+ * UTC. Every call throws a WeirError: NotFound for an unknown object, InvalidRequest for a bad
+ * value, FailedPrecondition if the current state does not allow the call.
  */
 export class BillingClient extends BillingCalls {
   /** Returns one invoice with its credit notes. */
@@ -168,7 +168,8 @@ export class BillingClient extends BillingCalls {
     const { history = false, pageSize = 0 } = options;
     for (let pageToken = ""; ; ) {
       const init = { organization, history, pageSize, pageToken };
-      const page = await this.connection.call(BillingService.method.listResalePrices, init, options);
+      const method = BillingService.method.listResalePrices;
+      const page = await this.connection.call(method, init, options);
       for (const each of page.prices) yield wire.resalePrice(each);
       pageToken = page.nextPageToken;
       if (!pageToken) return;

@@ -920,7 +920,7 @@ export interface ResaleStatementLine {
   readonly lateMonth: string;
 }
 
-/** What an organization charges an end user for a month. */
+/** Charges of an organization to one end user for a month. */
 export interface ResaleStatement {
   /** Name of the end user. Empty for an erased one, and for usage without an end user. */
   readonly endUser: string;

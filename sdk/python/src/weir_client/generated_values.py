@@ -1009,7 +1009,7 @@ class ResaleStatementLine(Value):
 
 @dataclass(frozen=True, slots=True)
 class ResaleStatement(Value):
-    """What an organization charges an end user for a month."""
+    """Charges of an organization to one end user for a month."""
 
     end_user: str
     """Name of the end user. Empty for an erased one, and for usage without an end user."""
