@@ -173,7 +173,7 @@ class AsyncBillingClient(AsyncBillingCalls):
     ) -> ResaleStatement:
         """Return the statement of an end user, by name or id; empty: of usage without one.
 
-        Raises: NotFound, also if there is no usage in the month; InvalidRequest.
+        Raises: NotFound for an unknown name, or without usage in the month; InvalidRequest.
         """
         request = resale_pb2.GetResaleStatementRequest(
             organization=organization, month=month, end_user=end_user
@@ -191,7 +191,7 @@ class AsyncBillingClient(AsyncBillingCalls):
     ) -> bytes:
         """Export a statement as a file. JSON and CSV have your costs, the PDF has not.
 
-        Raises: NotFound, also if there is no usage in the month; InvalidRequest.
+        Raises: NotFound for an unknown name, or without usage in the month; InvalidRequest.
         """
         request = wire.request(
             resale_pb2.GetResaleStatementRequest,
