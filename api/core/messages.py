@@ -269,6 +269,7 @@ def alert_message(listed: ListedAlert) -> alerts_pb2.Alert:
         subject_id=quota and quota.subject_id,
         subject_name=listed.subject_name,
         within_id=quota and quota.within_id,
+        within_name=listed.within_name,
         model=quota and quota.model,
         dimension=quota and quota.dimension,
         used_value=alert.used,

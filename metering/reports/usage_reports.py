@@ -638,7 +638,7 @@ def checked_groups(groups: Groups, of: UsageFilter) -> Groups:
     if Grouping.LABEL in by:
         checked_label_key(groups.label_key, "label_key")
     elif groups.label_key:
-        raise InvalidValue("label_key", "needs the grouping `label` in group_by")
+        raise InvalidValue("label_key", "must be empty unless group_by has `label`")
     if groups.largest_first and (of.organization_id is None or Grouping.REQUEST in by):
         raise InvalidValue(
             "largest_first", "needs an organization, and another grouping than `request`"
