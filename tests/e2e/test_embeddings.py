@@ -419,7 +419,7 @@ async def test_openais_client_gets_the_same_vectors_at_the_same_price(embedding:
         there["cost_picos"],
     )
     assert here["embedding_token_count"] == packed.parse().usage.prompt_tokens
-    assert here["labels"] == {"user": "u-1"}
+    assert (here["end_user_id"] is not None, here["labels"]) == (True, {})
     assert other["cost_picos"] == extension(plain)["cost"]["picos"]
 
 

@@ -74,7 +74,7 @@ async def test_each_end_user_has_the_limit_of_a_selector(admin: Admin) -> None:
     assert (refusal.code, refusal.reason) == (StatusCode.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED")
     assert refusal.status.message.startswith("End user alice of your organization may make 2 ")
     facts = refusal.info.metadata
-    assert (facts["subject"], facts["subject_name"]) == ("end_user", "alice")
+    assert (facts["subject"], facts["subject_name"]) == ("end-user", "alice")
     assert refusal.retry_after_s is not None
     assert (selector.for_each, selector.subject_name) == ("end_user", admin.tenant.name)
 

@@ -99,7 +99,7 @@ async def test_unknown_names_and_regions_are_reported_with_the_known_ones(fleet:
     assert (unknown.code, unknown.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_UNKNOWN")
     assert "latest, next, tiny" in unknown.status.message
     assert (nowhere.code, nowhere.fields) == (grpc.StatusCode.INVALID_ARGUMENT, ["region"])
-    assert "known are: eu, us" in nowhere.status.message
+    assert "choose one of eu, us" in nowhere.status.message
     assert away.code == grpc.StatusCode.UNAVAILABLE, "what is to run in us must not run elsewhere"
     assert near.usage.billed_token_count == 20
 

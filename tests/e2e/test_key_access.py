@@ -81,6 +81,8 @@ COMMON = {
     "text": "x",
     "prefix": "",
     "for_each": "",
+    "label_key": "",
+    "tag_label_keys": "team",
 }
 
 

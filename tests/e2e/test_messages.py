@@ -271,7 +271,7 @@ def test_a_body_of_an_agent_is_accepted_and_what_is_ignored_is_named() -> None:
     [call] = start.conversation.messages[2].tool_calls
     assert (call.id, call.name, json.loads(call.arguments_json)) == ("c", "book", {"a": 1})
     assert [tool.name for tool in start.tools] == ["book", "quit"]
-    assert start.labels == {"user_id": "u"}
+    assert (start.end_user, start.labels) == ("u", {})
     assert not start.conversation.HasField("thinking")
     assert set(ignored) == {
         "system[].cache_control",

@@ -212,7 +212,11 @@ WRONG = (
     Wrong("reasoning_effort", "must be one of none, minimal", {"reasoning_effort": "much"}),
     Wrong("reasoning_effort", "no efforts of thinking", {"reasoning_effort": "high"}),
     Wrong("modalities", 'must be ["text"]', {"modalities": ["text", "audio"]}),
-    Wrong("user", "metadata", {"user": "a", "metadata": {"user": "b"}}),
+    Wrong(
+        "user",
+        "metadata",
+        {"user": "a", "metadata": {"user": "b"}, "extra_body": {"safety_identifier": "c"}},
+    ),
     Wrong("metadata['k']", "up to 512", {"metadata": {"k": "v" * 513}}),
     Wrong(
         "surprise",
@@ -220,7 +224,7 @@ WRONG = (
         {"extra_body": {"surprise": 1}, "extra_query": {"strict": "1"}},
     ),
     Wrong("strict", "0 or 1", {"extra_query": {"strict": "yes"}}),
-    Wrong("seed", "int", {"seed": 1.5}),
+    Wrong("seed", "whole number", {"seed": 1.5}),
     Wrong("seed", "<= 9223372036854775807", {"seed": 2**63}),
 )
 

@@ -473,8 +473,8 @@ async def test_wrong_values_are_named_as_the_request_has_them(service: Service) 
         (EMBEDDINGS, {**embed, "input": [2**30]}, "input", ""),
         (EMBEDDINGS, {**embed, "input": [[1], [2**30]]}, "input[1]", ""),
         (CHAT, {**chat, "logit_bias": {"3": 1, "bad1": 1}}, "logit_bias['bad1']", "token id"),
-        (CHAT, {**chat, "logit_bias": {"3": 1, "4": "x"}}, "logit_bias['4']", "float"),
-        (CHAT, {**chat, "metadata": {"a": "b", "c": 1}}, "metadata['c']", "str"),
+        (CHAT, {**chat, "logit_bias": {"3": 1, "4": "x"}}, "logit_bias['4']", "a string"),
+        (CHAT, {**chat, "metadata": {"a": "b", "c": 1}}, "metadata['c']", "a string"),
         (COMPLETIONS, {"model": MODEL, "prompt": "Hi", "max_tokens": 0}, "max_tokens", "-1"),
     )
 
