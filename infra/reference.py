@@ -183,12 +183,6 @@ class Setting:
     meaning: str
 
 
-OTHER_SETTINGS = tuple(
-    Setting(*[cell.strip() for cell in (*facts.split("|"), meaning)])
-    for facts, meaning in zip(OTHER_SETTING_LINES[::2], OTHER_SETTING_LINES[1::2], strict=True)
-)
-
-
 def every_setting() -> list[Setting]:
     """Collect all settings, in the order of the source."""
     ours = [
@@ -202,7 +196,15 @@ def every_setting() -> list[Setting]:
         )
         for kind, spec in settings_of(Settings)
     ]
-    return [*ours, *OTHER_SETTINGS]
+    return [*ours, *other_settings()]
+
+
+def other_settings() -> list[Setting]:
+    """Build the settings that no class of settings declares."""
+    return [
+        Setting(*[cell.strip() for cell in (*facts.split("|"), meaning)])
+        for facts, meaning in zip(OTHER_SETTING_LINES[::2], OTHER_SETTING_LINES[1::2], strict=True)
+    ]
 
 
 @cache

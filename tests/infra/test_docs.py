@@ -247,13 +247,13 @@ def test_settings_beyond_the_api_process_are_read_where_the_reference_says() -> 
 
     assert [
         each.variable
-        for each in reference.OTHER_SETTINGS
+        for each in reference.other_settings()
         if f'"{each.variable}"' not in source[each.processes]
     ] == []
 
 
 def test_choices_and_defaults_of_the_export_are_those_of_the_source() -> None:
-    settings = {each.variable: each for each in reference.OTHER_SETTINGS}
+    settings = {each.variable: each for each in reference.other_settings()}
     choices = {
         "WEIR_EXPORT": Destination,
         "WEIR_STRIPE_COLLECTION": Collection,

@@ -165,7 +165,7 @@ def test_everything_that_a_client_returns_becomes_json(built: Path) -> None:
         ('{address: "localhost:99999"}', "a port from 1 to 65535"),
         ('{address: ":8443"}', "must be host:port"),
         ("{timeoutMs: 0}", "timeoutMs: must be a number of milliseconds above 0"),
-        ("{timeout: 5}", "there are address, apiKey"),
+        ("{timeout: 5}", "did you mean timeoutMs?"),
     ],
 )
 def test_an_impossible_option_is_refused_by_name(built: Path, options: str, words: str) -> None:
@@ -241,7 +241,7 @@ def test_administrators_have_their_calls(built: Path, service: Service) -> None:
         ];
         for (const value of values) console.log(JSON.stringify(value));
         for (const call of [
-          () => admin.setQuota("api-key", apiKey.prefix, "cost-per-week", 1),
+          () => admin.setQuota("api-key", apiKey.prefix, "cost-per-year", 1),
           () => admin.setQuota("api-key", apiKey.prefix, "requests-per-minute", 1.5),
           () => admin.createProject("nobody", "web"),
           () => admin.listOrganizations({{ signal: AbortSignal.abort() }}),

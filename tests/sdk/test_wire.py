@@ -72,7 +72,11 @@ PAIRS: tuple[tuple[Any, Any, set[str]], ...] = (
     (weir_client.Model, inference_service_pb2.Model, set()),
     (weir_client.Price, inference_service_pb2.Price, set()),
     (weir_client.Quote, inference_service_pb2.QuoteResponse, set()),
-    (receipts.Receipt, receipts_pb2.Receipt, {"admitted_at_us", "settled_at_us"}),
+    (
+        receipts.Receipt,
+        receipts_pb2.Receipt,
+        {"admitted_at_us", "settled_at_us", "newer_version"},  # set by the client
+    ),
     (receipts.ReceiptMonth, receipt_service_pb2.GetReceiptMonthResponse, set()),
     (weir_client.DrainedReplica, replicas_pb2.DrainReplicaResponse, set()),
     (weir_client.Replica, replicas_pb2.Replica, set()),

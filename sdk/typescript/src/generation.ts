@@ -25,7 +25,7 @@ import { buildUpdate, checkEncodable } from "./prompt.js";
 import type { SharedStream } from "./stream.js";
 import type { Admitted, Delta, Event, Limits, Partial, Result } from "./values.js";
 
-const KEEP_FIELD = "keep_on_disconnect";
+const KEEP_FIELD = "keepOnDisconnectMs"; // as `typedError` names it
 
 /**
  * State that outlives an unreferenced generation: its attempt, and the release of the caller's

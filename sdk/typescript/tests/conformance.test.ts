@@ -784,7 +784,7 @@ promise("keeps-as-long-as-allowed", async () => {
     client.complete(MODEL, { ...SHORT, keepOnDisconnectMs: 21_000 }),
     (error: unknown) => {
       assert.ok(error instanceof InvalidRequest);
-      assert.match(error.message, /keep_on_disconnect/);
+      assert.match(error.message, /keepOnDisconnectMs/);
       assert.equal(Number(error.metadata["keep_on_disconnect_max_s"]), 20);
       return true;
     },
@@ -890,7 +890,7 @@ promise("costs-no-more-than-requested", async (client) => {
     client.complete(MODEL, { ...LONG, maxCost: new Money("USD", 1n) }),
     (error: unknown) => {
       assert.ok(error instanceof InvalidRequest);
-      assert.match(error.message, /max_cost/);
+      assert.match(error.message, /maxCost/);
       return true;
     },
   );
@@ -1030,6 +1030,7 @@ promise("offers-every-field", async () => {
     topLogprobs: 1,
     usageIntervalTokens: 1,
     labels: { a: "b" },
+    endUser: "alice",
     tier: "batch",
     startTimeoutMs: 5000,
     region: "here",
@@ -1045,8 +1046,8 @@ promise("offers-every-field", async () => {
   await client.complete(MODEL, { ...every, ...talk, prompt: "Hi", jsonSchema: {} });
   await client.complete(MODEL, { ...every, text: "Hi", regex: "a" });
   await client.complete(MODEL, { ...every, tokenIds: [7], lark: "start: A" });
-  for (const inputs of ["a", [[7]]])
-    await client.embed(MODEL, inputs, { truncate: true, labels: { a: "b" }, tier: "batch" });
+  const options = { truncate: true, labels: { a: "b" }, endUser: "alice", tier: "batch" } as const;
+  for (const inputs of ["a", [[7]]]) await client.embed(MODEL, inputs, options);
   const starts = server.frames
     .map(({ kind }) => (kind.case === "start" ? kind.value : undefined))
     .filter((each) => each !== undefined);
