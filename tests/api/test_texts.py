@@ -132,8 +132,10 @@ def test_control_characters_are_refused_in_every_short_text_of_every_call(text: 
 def test_no_short_text_of_any_call_is_longer_than_its_bound() -> None:
     for name, (kind, path) in SHORT.items():
         # Keys and values of a map have the bound of its field.
-        in_map = path[-1].containing_type.GetOptions().map_entry
-        most = CHARS_MAX.get(path[-2 if in_map else -1].name, TEXT_CHARS_MAX)
+        owner = path[-1].containing_type
+        assert owner is not None
+        named = path[-2 if owner.GetOptions().map_entry else -1]
+        most = CHARS_MAX.get(named.name, TEXT_CHARS_MAX)
         check_texts(message_with(kind, path, "é" * most))
         with pytest.raises(InvalidRequest) as refusal:
             check_texts(message_with(kind, path, "é" * (most + 1)))

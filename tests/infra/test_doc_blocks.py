@@ -233,6 +233,13 @@ PREPARED = {
         setup=WITH_ENVIRONMENT
         + "export WEIR_API_KEY=$(weir key create app --org acme --project search)\n",
     ),
+    "docs/how-to/erase-an-end-user.md": Page(
+        setup=WITH_ENVIRONMENT
+        + """
+        export WEIR_API_KEY=$(weir key create app --org acme --project search)
+        weir generate Hello --max-output-tokens 4 --end-user alice --label user=alice >/dev/null
+        """,
+    ),
     "docs/how-to/scale-out.md": Page({"chat": "demo", "node-1": socket.gethostname()}),
     "docs/how-to/stripe.md": Page(
         setup="""

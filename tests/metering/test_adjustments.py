@@ -100,7 +100,7 @@ async def posted(world: ClosingWorld) -> tuple[object, ...]:
 async def test_no_author_approves_and_approval_posts_once(world: ClosingWorld) -> None:
     adjustment = await proposed(world, -7)
 
-    with pytest.raises(ApprovalRefused, match="another person"):
+    with pytest.raises(ApprovalRefused, match="Another person"):
         await decided(world, adjustment, "ann")
     assert await posted(world) == (0, 0)
     first = await decided(world, adjustment, "bob")

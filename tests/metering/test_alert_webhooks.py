@@ -153,7 +153,7 @@ async def test_an_end_user_near_its_budget_is_named_with_the_scope_of_the_limit(
     content = json.loads(received.body)
     project = content["quota"]["within_name"]
     assert project.startswith("acme/")
-    assert (content["quota"]["subject"], content["quota"]["subject_name"]) == ("end_user", "ada")
+    assert (content["quota"]["subject"], content["quota"]["subject_name"]) == ("end-user", "ada")
     assert content["quota"]["within_id"] == str(acme.project_id)
     assert content["organization"]["name"] == "acme"
     assert content["text"] == (

@@ -42,7 +42,14 @@ NAME = "alice-5ecf1a70"  # in no other value of any row
 PER_DAY = QuotaDimension.TOKENS_PER_DAY
 SEPTEMBER, OCTOBER, NOVEMBER = (datetime(2025, m, 10, 12, tzinfo=UTC) for m in (9, 10, 11))
 # Columns that erasing changes.
-ERASED_COLUMNS = {"labels", "name", "archived_at", "erased_at"}
+ERASED_COLUMNS = {
+    "labels",
+    "name",
+    "archived_at",
+    "erased_at",
+    "receipt_salt",
+    "receipt_labels_salt",
+}
 
 
 @pytest.fixture
@@ -174,7 +181,10 @@ async def test_a_selector_set_later_gives_no_limit_to_erased_end_users(
 
     assert world.one("SELECT count(*) FROM quotas WHERE selector_id IS NOT NULL") == 1
     check_invariants(world.url)
-    fault = "UPDATE usage_subjects SET name = NULL, erased_at = now(), archived_at = now()"
+    fault = """
+        UPDATE usage_subjects
+        SET name = NULL, receipt_salt = NULL, erased_at = now(), archived_at = now()
+    """
     planted = [(fault, "is in force for erased end_user")]
     assert unseen(world.url, planted, Moment.ALWAYS) == []
 

@@ -102,6 +102,7 @@ async def test_a_periodic_statement_reads_few_rows(
             "ends": [ends_at for _, _, ends_at in windows],
             "month": now.date().replace(day=1),
             "limit": 5000,
+            "per_hour": 1000,
             "after": "(0,0)" if statement is RATE else [after for after, _ in ranges],
             "before": [before for _, before in ranges],
             "batch_size": 1000,

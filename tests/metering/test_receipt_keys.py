@@ -67,7 +67,7 @@ def test_a_key_that_is_named_must_be_there_and_of_the_right_kind(tmp_path: Path)
 
     for path, reported in (
         (tmp_path / "none", "cannot be read"),
-        (text, "not contain a private key"),
+        (text, "must contain a private key"),
         (other, "Ed25519"),
     ):
         with pytest.raises(InvalidValue, match=reported) as refused:

@@ -29,7 +29,7 @@ from weir_client import (
     Unavailable,
     UsageGrouping,
 )
-from weir_client.checks import LABEL_PREFIX
+from weir_client.values import LABEL_PREFIX
 
 from weir_cli.commands import ExitCode
 from weir_cli.connection import (

@@ -60,6 +60,8 @@ PLACEHOLDERS: Mapping[str, str] = {
     "scopes": "SCOPE",
     "allowed_networks": "NETWORK",
     "batch_multiplier_milli": "NUMBER",
+    "markup_milli": "NUMBER",
+    "prefix": "PREFIX",
 }
 # Of other parameters, by the type; the first that is part of it.
 TYPES: Mapping[type, str] = {datetime: "TIME", Path: "FILE", int: "N", float: "NUMBER", str: "TEXT"}

@@ -9,7 +9,7 @@ from weir.v1 import alerts_pb2, months_pb2, resale_pb2, usage_reports_pb2
 
 from weir_client import wire
 from weir_client.blocking import blocking, blocking_items
-from weir_client.checks import LABEL_PREFIX, check_known, invalid, usage_groups, written
+from weir_client.checks import check_known, invalid, usage_groups, written
 from weir_client.generated_calls import AsyncBillingCalls, BlockingBillingCalls
 from weir_client.generated_values import (
     Adjustment,
@@ -24,7 +24,7 @@ from weir_client.generated_values import (
 )
 from weir_client.options import UsageOptions
 from weir_client.unary import items_of
-from weir_client.values import MonthFile
+from weir_client.values import LABEL_PREFIX, MonthFile
 
 
 class AsyncBillingClient(AsyncBillingCalls):

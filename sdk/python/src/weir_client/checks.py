@@ -11,10 +11,10 @@ from google.protobuf.message import Message
 
 from weir_client.errors import ErrorDetails, FieldViolation, InvalidRequest
 from weir_client.generated_values import UsageGrouping
+from weir_client.values import LABEL_PREFIX
 
 _Message = TypeVar("_Message", bound=Message)
 
-LABEL_PREFIX = "label:"  # of a grouping by a label, before its key
 SHOWN_MAX = 80  # characters of a wrong value
 LISTED_MAX = 20  # known options that an error lists
 PROMPTS = (

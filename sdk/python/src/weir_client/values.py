@@ -22,6 +22,8 @@ from weir_client.plain import Value
 from weir_client.receipts import Receipt
 from weir_client.tools import ToolCall, ToolCallDelta
 
+LABEL_PREFIX = "label:"  # of a grouping by a label, before its key
+
 
 @dataclass(frozen=True, slots=True)
 class Admitted(Value):
