@@ -147,6 +147,8 @@ def placeholder(parameter: Any) -> str | None:
         return "PRICE"
     if parameter.name in PLACEHOLDERS:
         return PLACEHOLDERS[parameter.name]
+    if parameter.name.endswith(("_picos", "_picos_per_token")):
+        return PLACEHOLDERS["amount"]
     if parameter.param_type_name == "argument":
         return str(parameter.name.upper())
     kind = repr(parameter.type_descriptor.annotation)
