@@ -77,7 +77,7 @@ CODE = re.compile(r"\.(py|ts|mjs|css|html|h|cpp|sql)$|(^|/)Dockerfile$|\.Dockerf
 LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 97_311),
     "fault injection": (("chaos/",), 1_059),
-    "command line": (("sdk/python/src/weir_cli/",), 8_155),
+    "command line": (("sdk/python/src/weir_cli/",), 8_156),
     "Python client": (("sdk/python/",), 7_274),
     "TypeScript client": (("sdk/typescript/",), 6_386),
     "benchmarks": (("bench/",), 10_859),

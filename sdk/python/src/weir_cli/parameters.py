@@ -54,6 +54,7 @@ PLACEHOLDERS: Mapping[str, str] = {
     "request_id": "ID",
     "file": "FILE",
     "by": "LIST",
+    "tags": "LIST",
     "alert_at": "LIST",
     "alert_remaining": "LIST",
     "emails": "EMAIL",
@@ -147,7 +148,7 @@ def placeholder(parameter: Any) -> str | None:
         return "PRICE"
     if parameter.name in PLACEHOLDERS:
         return PLACEHOLDERS[parameter.name]
-    if parameter.name.endswith(("_picos", "_picos_per_token")):
+    if parameter.name.endswith("_picos"):
         return PLACEHOLDERS["amount"]
     if parameter.param_type_name == "argument":
         return str(parameter.name.upper())
