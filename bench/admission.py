@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psycopg
 import uvloop
@@ -155,6 +155,7 @@ class Result:
 
 def new_admit(payer: Payer, end_user: str = "") -> Admit:
     """Build a typical admission."""
+    named: dict[str, Any] = {"end_user": end_user} if end_user else {}  # an older tree has none
     return Admit(
         new_hold_id(),
         payer,
@@ -164,7 +165,7 @@ def new_admit(payer: Payer, end_user: str = "") -> Admit:
         INPUT_TOKENS,
         OUTPUT_TOKENS,
         1,
-        end_user=end_user,
+        **named,
     )
 
 
