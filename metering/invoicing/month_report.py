@@ -10,6 +10,7 @@ import csv
 import hashlib
 import io
 import json
+import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -25,6 +26,8 @@ from metering.tenants.billing_profiles import BillingProfile
 # A closed month keeps the format of its close. 1: before months could be closed. 2: the rounded
 # amounts of the lines add up, so a line may differ from its own rounding.
 REPORT_FORMAT, FORMAT_OF_PARTS = 3, 2
+FORMULA_BEGINNINGS = ("=", "+", "-", "@", "\t", "\r")  # OWASP's list for CSV injection
+NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 TAX_NOTE = "tax not included"
 
 CSV_COLUMNS = (
@@ -317,6 +320,13 @@ def charge_fields(report: MonthReport, charge: PlanLine, rounded_picos: int) -> 
         "rounded_amount": _text(report, rounded_picos),
         "source_id": None if charge.source_id is None else str(charge.source_id),
     }
+
+
+def csv_cell(value: str) -> str:
+    """Quote a text that a spreadsheet would read as a formula: end users choose their names."""
+    if not value.startswith(FORMULA_BEGINNINGS) or NUMBER.fullmatch(value):
+        return value
+    return f"'{value}"
 
 
 def to_csv(report: MonthReport) -> str:

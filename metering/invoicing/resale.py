@@ -38,7 +38,7 @@ from metering.invoicing.invoice_document import (
     Issuer,
     SummaryRow,
 )
-from metering.invoicing.month_report import TAX_NOTE, time_text
+from metering.invoicing.month_report import TAX_NOTE, csv_cell, time_text
 from metering.ledger.ledger import TransactionKind, month_bounds, month_text
 from metering.pricing.prices import COUNTS_OF_EVENT, MULTIPLIER_SCALE, PRICES
 from metering.tenants.billing_profiles import BillingProfile, billing_profile
@@ -582,7 +582,7 @@ def to_csv(statement: Statement) -> str:
         rows.append(row | ({"rounded_amount": shown} if name == "total_rounded" else {}))
     for row in rows:
         filled = {name: "" if value is None else value for name, value in (identity | row).items()}
-        writer.writerow(filled)
+        writer.writerow({name: csv_cell(str(value)) for name, value in filled.items()})
     return file.getvalue()
 
 

@@ -26,7 +26,7 @@ from metering.store.db import Sessions, database_now
 ACTION = "end_user.erase"
 REASON, STATES = "override_reason", (AuditEntry.before, AuditEntry.after)
 ROWS_MAX = 10_000  # per statement: far below its timeout, and other transactions wait briefly
-# Each statement reads all requests of the organization, at about a microsecond each.
+# Each statement reads all requests of the organization.
 LONG_STATEMENTS = text("SET LOCAL statement_timeout = '300s'")
 LOCK_ADMISSIONS = text(f"SELECT pg_advisory_xact_lock({QUOTA_LOCK})")
 # Lets the triggers of append-only tables pass statements that remove labels with this value.

@@ -16,7 +16,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from metering.core.errors import InvalidValue
 from metering.core.models import ServiceTier, TokenKind, record_of
 from metering.core.money import exact_text
 from metering.invoicing.invoices import TOKENS_PER_PRICE
-from metering.invoicing.month_report import MonthReport
+from metering.invoicing.month_report import MonthReport, csv_cell
 from metering.ledger.ledger import month_bounds, month_text
 from metering.plans.plans import LineKind, PlanLine
 from metering.pricing.prices import COUNTS_OF_EVENT, PRICES
@@ -81,8 +80,6 @@ _PRICES = ", ".join(
     f"{price} AS {kind}_price, coalesce({price.replace('p.', 'l.')}, {price}) AS {kind}_list_price"
     for kind, price in PRICES.items()
 )
-FORMULA_BEGINNINGS = ("=", "+", "-", "@", "\t", "\r")  # OWASP's list for CSV injection
-NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,17 +380,10 @@ def charges_of(row: Row[Any], tags: Tags) -> Iterator[UsageCharge]:
             )
 
 
-def cell(value: str) -> str:
-    """Quote a value that a spreadsheet would read as a formula."""
-    if not value.startswith(FORMULA_BEGINNINGS) or NUMBER.fullmatch(value):
-        return value
-    return f"'{value}"
-
-
 def csv_text(rows: Iterable[dict[str, str]]) -> str:
     """Format rows as RFC 4180 CSV without a header; missing columns are null."""
 
     target = io.StringIO()
     writer = csv.DictWriter(target, COLUMNS, restval="", lineterminator="\r\n")
-    writer.writerows({name: cell(value) for name, value in row.items()} for row in rows)
+    writer.writerows({name: csv_cell(value) for name, value in row.items()} for row in rows)
     return target.getvalue()

@@ -1,6 +1,6 @@
 """Names of usage subjects: the end users of a customer, and the values of its labels.
 
-The customer chooses the name of an end user. It stands in one row (`UsageSubject`), so that
+The customer chooses the name of an end user. It stands in one row (`UsageSubject`), so
 erasing it there erases it everywhere.
 """
 
@@ -25,7 +25,7 @@ LABEL_KEY_CHARS_MAX, LABEL_VALUE_CHARS_MAX = 64, 512  # as in requests
 END_USER, LABEL = "end_user", "label"  # kinds
 # Longer than a month: an end user with one request a month is not archived.
 IDLE_MAX = timedelta(days=35)
-ARCHIVED_MAX = 10_000  # per transaction, a second or so
+ARCHIVED_MAX = 10_000  # per transaction
 LISTED_MAX = 1000
 LAST_CHAR = chr(0x10FFFF)  # sorts after all others
 # Key of the advisory lock on a new name, held by an administrator's transaction that creates it.

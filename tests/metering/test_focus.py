@@ -14,7 +14,13 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue
 from metering.core.models import PriceVersion, ServiceTier, TokenKind
-from metering.invoicing.month_report import Closed, MonthReport, Reconciliation, RequestCounts
+from metering.invoicing.month_report import (
+    Closed,
+    MonthReport,
+    Reconciliation,
+    RequestCounts,
+    csv_cell,
+)
 from metering.invoicing.months import month_report
 from metering.ledger.rating import rate_all_pending
 from metering.plans.plans import LineKind, PlanLine
@@ -24,7 +30,6 @@ from metering.reports.focus import (
     FocusMonth,
     Tags,
     UsageCharge,
-    cell,
     csv_text,
     focus_csv,
 )
@@ -342,9 +347,9 @@ def test_the_checker_sees_a_bad_header(header: str, rule: str) -> None:
 
 @pytest.mark.parametrize("name", ["=1+1", "+1+cmd", "-2+3", "@SUM(A1)", "\t=1", "\r=1"])
 def test_no_name_is_a_formula_of_a_spreadsheet(name: str) -> None:
-    assert cell(name) == f"'{name}"
+    assert csv_cell(name) == f"'{name}"
 
 
 @pytest.mark.parametrize("value", ["-12.50", "+3", "-0", "12", "", "name", "a=b", "2026-09-01"])
 def test_numbers_and_plain_names_stay_as_they_are(value: str) -> None:
-    assert cell(value) == value
+    assert csv_cell(value) == value

@@ -9,6 +9,7 @@ import os
 import random
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -207,6 +208,8 @@ async def test_a_closed_statement_keeps_its_bytes_and_is_shown_by_id_once_erased
     assert (to_json(again), to_csv(again)) == (to_json(before), to_csv(before))
     pdf = render_pdf(statement_document(before, Issuer()))
     assert render_pdf(statement_document(again, Issuer())) == pdf
+    formula = replace(before, end_user=replace(before.end_user, name="=1+1"))
+    assert ",'=1+1," in to_csv(formula), "a spreadsheet would compute the name of an end user"
     assert [line.late_month for line in late.lines] == ["2025-10"] * 3
 
     await execute(
