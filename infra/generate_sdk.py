@@ -79,7 +79,8 @@ Comments = Mapping[Any, str]  # by the path of an element in its file
 # Fields that are None where the message has nothing, or 0.
 OPTIONAL = frozenset({
     "Alert.delivery", "Alert.invoice", "Alert.key", "ApiKey.max_input_tokens",
-    "ApiKey.max_output_tokens", "FieldChange.after_json", "FieldChange.before_json",
+    "ApiKey.max_output_tokens", "EndUser.month_cost", "EndUser.tightest_quota",
+    "FieldChange.after_json", "FieldChange.before_json",
     "Generation.cost", "Generation.timings", "KeyRestrictions.latest_change",
     "KeyRestrictions.max_input_tokens", "KeyRestrictions.max_output_tokens",
     "KilledRequest.generation", "Model.price", "Month.total", "MonthReport.billing_profile",
@@ -173,7 +174,6 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "ListApiKeys": "organization?",
         "SetQuota": "subject subject_ref dimension limit_value",
         "OverrideQuota": "quota_id limit_value expire_time reason",
-        "GetEndUser": "organization end_user",
         "SetPrice": (
             "model *input_picos_per_token *cached_input_picos_per_token *output_picos_per_token"
         ),
@@ -209,6 +209,7 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "ApproveAdjustment": "adjustment_id",
         "RejectAdjustment": "adjustment_id",
         "ListAdjustments": "organization",
+        "GetEndUser": "end_user",
         "GetForecast": "organization? month?",
         "SetResalePrice": "organization? model?",
     },

@@ -26,7 +26,6 @@ BY_SERVICE: Mapping[str, Mapping[Scopes, tuple[str, ...]]] = {
             *("CreateProject", "ListProjects"),
             *("CreateApiKey", "RotateApiKey", "UpdateApiKey", "RevokeApiKey", "ListApiKeys"),
             *("SetQuota", "OverrideQuota", "DeleteQuota", "ListQuotas"),
-            *("ListEndUsers", "GetEndUser"),
             *("SetPrice", "ListPrices", "WithdrawPrice", "SimulatePrices"),
             *("CreatePlan", "ListPlans", "AssignPlan"),
             *("GrantCredit", "ListCreditGrants", "GetCreditBalance", "SetPrepaid"),
@@ -42,6 +41,7 @@ BY_SERVICE: Mapping[str, Mapping[Scopes, tuple[str, ...]]] = {
         READERS: (
             *("GetMonthReport", "GetUsage", "GetForecast", "ExportMonth", "GetMonthDocument"),
             *("ListMonths", "VerifyMonth", "GetReconciliation", "GetInvoice"),
+            *("ListEndUsers", "GetEndUser"),
             *("ListAdjustments", "ListAlerts"),
             *("SetResalePrice", "ListResalePrices"),
             *("ListResaleStatements", "GetResaleStatement"),

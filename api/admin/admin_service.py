@@ -39,9 +39,6 @@ from api.admin.tenant_calls import (
     EndUserCalls,
     QuotaCalls,
     TenantCalls,
-    end_user_limits,
-    end_user_message,
-    end_users,
     key_message,
     organizations,
     project_message,
@@ -145,8 +142,6 @@ class AdminReads(AuthenticatedServicer):
     ListAlertWebhooks = listing(
         alert_pb.ListAlertWebhooksResponse, webhooks.list_webhooks, webhook_message
     )
-    ListEndUsers = listing(pb.ListEndUsersResponse, end_users, end_user_message)
-    GetEndUser = reading(end_user_limits)
     ListAuditEntries = listing(pb.ListAuditEntriesResponse, audit_entries, audit_message)
 
 

@@ -12,7 +12,7 @@ import hashlib
 import io
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -23,6 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import alerts_pb2 as alert_pb
 from weir.v1 import billing_service_pb2 as pb
 from weir.v1 import billing_service_pb2_grpc as billing_grpc
+from weir.v1 import end_users_pb2 as end_user_pb
 from weir.v1 import months_pb2, receipts_pb2
 from weir.v1 import receipt_service_pb2 as receipt_pb
 from weir.v1 import receipt_service_pb2_grpc as pb_grpc
@@ -47,6 +48,7 @@ from api.core.messages import (
     alert_message,
     groupings,
     proven_receipt_message,
+    quota_status,
     receipt_message,
     usage_row,
 )
@@ -79,6 +81,8 @@ from metering.pricing import resale_prices
 from metering.pricing.resale_prices import ResalePrice, ResaleTerms
 from metering.receipts.chaining import IssuedReceipt
 from metering.receipts.months import list_receipt_keys, receipt_month, receipts_page
+from metering.reports.end_users import ListedEndUser, get_end_user
+from metering.reports.end_users import with_usage as end_users_with_usage
 from metering.reports.focus import FOCUS_VERSION, Tags, focus_csv
 from metering.reports.forecast import CONFIDENCE, Forecast, forecast
 from metering.reports.usage_reports import (
@@ -95,6 +99,7 @@ from metering.store.db import Sessions, database_now
 from metering.tenants.api_keys import find_api_key
 from metering.tenants.authentication import Principal
 from metering.tenants.tenants import find_organization, find_project
+from metering.tenants.usage_subjects import EndUserState, end_users_page, state_of
 
 FILE_NAMES = {
     usage_pb.MONTH_EXPORT_FORMAT_INVOICE_PDF: ("{number}-{}.pdf", "application/pdf"),
@@ -102,6 +107,12 @@ FILE_NAMES = {
         f"focus-{FOCUS_VERSION}-{{}}.csv",
         "text/csv; charset=utf-8",
     ),
+}
+END_USER_STATES: Mapping[int, EndUserState | None] = {
+    end_user_pb.END_USER_STATE_UNSPECIFIED: None,
+    **{
+        end_user_pb.EndUserState.Value(f"END_USER_STATE_{each.name}"): each for each in EndUserState
+    },
 }
 CHUNK_BYTES = 64 * 1024  # per message of a file, far below the limit of any client
 FILE_BYTES_IN_MEMORY = 8 * 2**20  # larger files are on disk until the client has read them
@@ -212,6 +223,53 @@ async def visible_alerts(
     of_all = not organization and Scope.ADMIN in reader.scopes
     owner_id = None if of_all else (await visible_or_own(session, reader, organization)).id
     return await list_alerts(session, organization_id=owner_id, **page)
+
+
+async def visible_end_users(
+    session: AsyncSession,
+    *,
+    reader: Principal,
+    organization: str,
+    state: int,
+    with_usage: bool,
+    **page: Any,
+) -> tuple[Sequence[ListedEndUser], str]:
+    """List a page of an organization's end users, with their usage if asked for.
+
+    Raises: InvalidValue, NotFound.
+    """
+    if state not in END_USER_STATES:
+        raise InvalidValue("state", "must be active, archived or erased, or be left out")
+    owner = await visible_or_own(session, reader, organization)
+    found, token = await end_users_page(session, owner.id, state=END_USER_STATES[state], **page)
+    if with_usage:
+        return await end_users_with_usage(session, owner, found), token
+    return [ListedEndUser(each, state_of(each), owner.currency_code) for each in found], token
+
+
+async def visible_end_user(
+    session: AsyncSession, *, reader: Principal, organization: str, end_user: str
+) -> end_user_pb.GetEndUserResponse:
+    """Return an end user with its usage and its limits. Raises: NotFound."""
+    owner = await visible_or_own(session, reader, organization)
+    found = await get_end_user(session, owner, end_user)
+    return end_user_pb.GetEndUserResponse(
+        end_user=end_user_message(found), quotas=map(quota_status, found.quotas)
+    )
+
+
+def end_user_message(listed: ListedEndUser) -> end_user_pb.EndUser:
+    subject, quota = listed.subject, listed.tightest_quota
+    return wire.message_of(
+        end_user_pb.EndUser,
+        listed,
+        end_user_id=subject.id,
+        name=subject.name or "",
+        create_time=subject.created_at,
+        last_use_day=f"{subject.last_used_on:%Y-%m-%d}",
+        month_cost=listed.month_cost_picos,
+        tightest_quota=None if quota is None else quota_status(quota),
+    )
 
 
 async def visible_months(
@@ -382,6 +440,8 @@ class BillingReads(AuthenticatedServicer):
     """RPCs of `BillingService` that read one snapshot: their queries, and messages of records."""
 
     ListAlerts = listing(alert_pb.ListAlertsResponse, visible_alerts, alert_message)
+    ListEndUsers = listing(end_user_pb.ListEndUsersResponse, visible_end_users, end_user_message)
+    GetEndUser = reading(visible_end_user)
     ListMonths = reading(visible_months)
     ListAdjustments = listing(
         months_pb2.ListAdjustmentsResponse, visible_adjustments, adjustment_message
@@ -420,7 +480,12 @@ class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
         self, request: usage_pb.GetUsageRequest, context: Context
     ) -> usage_pb.GetUsageResponse:
         principal = await self._caller(context)
-        groups = Groups(groupings(request.group_by), request.label_key, request.largest_first)
+        groups = Groups(
+            groupings(request.group_by),
+            request.label_key,
+            request.largest_first,
+            request.latest_first,
+        )
         async with self._reading(principal) as session:
             of, currency = await usage_filter(session, principal, request)
             page = await usage_page(

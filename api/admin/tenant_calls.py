@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -16,10 +16,8 @@ from api.core import wire
 from api.core.interceptor import Context
 from api.core.messages import effective_quota_statuses, parse_billing_profile, quota_status
 from inference.routing.router import Router
-from metering.core import pages
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import Organization, Project, UsageSubject
-from metering.core.pages import check_page_size, page_values
+from metering.core.models import Organization, Project
 from metering.invoicing.documents import check_shown
 from metering.invoicing.invoice_document import Issuer
 from metering.quotas import quota_admin, quota_states
@@ -36,15 +34,10 @@ from metering.tenants.billing_profiles import (
 from metering.tenants.key_terms import KeyTerms
 from metering.tenants.networks import excludes
 from metering.tenants.usage_subjects import (
-    END_USER,
-    LISTED_MAX,
     checked_end_user,
     checked_label,
-    find_usage_subject,
-    list_usage_subjects,
 )
 
-END_USERS_PAGE_SIZE = 100
 # Switches of an update that remove a restriction to a list, and the list's name in errors.
 ALLOW_ALL = {
     "models": ("all_models", "models"),
@@ -364,47 +357,4 @@ async def limits_of_one(session: AsyncSession, request: pb.ListQuotasRequest) ->
     key, value = checked_label(request.label)
     return await quota_states.limits_of_member(
         session, organization=request.organization, labels={key: value}
-    )
-
-
-async def end_users(
-    session: AsyncSession,
-    *,
-    organization: str,
-    prefix: str,
-    page_token: str,
-    page_size: int = END_USERS_PAGE_SIZE,
-) -> tuple[Sequence[UsageSubject], str]:
-    """List a page of end users by name, and return the token of the next page."""
-    check_page_size(page_size, LISTED_MAX - 1)
-    owner = await tenants.find_organization(session, organization)
-    [after] = page_values(page_token, str) if page_token else [""]
-    found = await list_usage_subjects(
-        session, owner.id, prefix=prefix, after=after, limit=page_size + 1
-    )
-    page = found[:page_size]
-    return page, pages.page_token(page[-1].name) if len(found) > page_size else ""
-
-
-async def end_user_limits(
-    session: AsyncSession, *, organization: str, end_user: str
-) -> pb.GetEndUserResponse:
-    """Return an end user with its limits. Raises: NotFound."""
-    owner = await tenants.find_organization(session, organization)
-    found = await find_usage_subject(session, owner.id, END_USER, "", end_user)
-    if found is None:
-        raise NotFound("end user", end_user)
-    states = await quota_states.limits_of_member(
-        session, organization=str(owner.id), end_user=end_user
-    )
-    return pb.GetEndUserResponse(end_user=end_user_message(found), quotas=map(quota_status, states))
-
-
-def end_user_message(subject: UsageSubject) -> pb.EndUser:
-    return wire.message_of(
-        pb.EndUser,
-        subject,
-        end_user_id=subject.id,
-        last_use_day=f"{subject.last_used_on:%Y-%m-%d}",
-        archived=subject.archived_at is not None,
     )

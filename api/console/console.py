@@ -75,6 +75,7 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
     ),
     "BillingService": (
         *("GetUsage", "GetForecast", "ExportMonth"),
+        *("ListEndUsers", "GetEndUser", "ListAlerts", "ListResalePrices", "GetResaleStatement"),
         *("ListMonths", "GetMonthReport", "GetMonthDocument"),
         *("GetInvoice", "VerifyMonth", "GetReconciliation", "ListAdjustments"),
     ),

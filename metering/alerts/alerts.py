@@ -27,7 +27,7 @@ from sqlalchemy import ForeignKey, Integer, func, select, text, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from metering.core.errors import NotFound
+from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import (
     AuditEntry,
     Base,
@@ -43,6 +43,7 @@ from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Unit, window_end,
 from metering.quotas.quota_states import subject_names
 from metering.store.db import Sessions, database_now
 from metering.tenants.four_eyes import ACTS, WIDENED, KeyAct, widened_fields
+from metering.tenants.usage_subjects import find_end_user
 
 ALERTS_MAX = 5_000  # per statement: thresholds may be set on very many limits at once
 STATEMENTS_MAX = 10  # per scan; the next one continues
@@ -174,22 +175,41 @@ LISTED = (
 )
 
 
+# Limits that a usage subject has or had, by an index of each. Their alerts are few, where those of
+# the organization may be millions.
+LIMITS_EVER = text("""
+SELECT id FROM quotas WHERE subject_id = :subject_id AND deleted_at IS NULL
+UNION ALL
+SELECT id FROM quotas
+WHERE subject_id = :subject_id AND within_id IS NOT NULL AND deleted_at IS NOT NULL
+""")
+
+
 async def list_alerts(
     session: AsyncSession,
     *,
     organization_id: uuid.UUID | None,
+    end_user: str = "",
     page_size: int = 100,
     page_token: str = "",
 ) -> tuple[list[ListedAlert], str]:
     """List alerts, the newest first, of one organization or, with None, of all.
 
-    Returns a page and the token of the next page, empty on the last one. Raises: InvalidValue for
-    an invalid page size or token.
+    With the name or id of an end user of the organization, lists those on its limits only. Returns
+    a page and the token of the next page, empty on the last one. Raises: InvalidValue for an
+    invalid page size or token; NotFound for an unknown end user.
     """
     check_page_size(page_size)
     query = LISTED.order_by(Alert.fired_at.desc(), Alert.id.desc()).limit(page_size + 1)
     if organization_id is not None:
         query = query.where(Alert.organization_id == organization_id)
+    if end_user:
+        if organization_id is None:
+            raise InvalidValue("organization", "is required with an end user")
+        if (subject := await find_end_user(session, organization_id, end_user)) is None:
+            raise NotFound("end user", end_user)
+        limits = await session.scalars(LIMITS_EVER, {"subject_id": subject.id})
+        query = query.where(Alert.quota_id.in_(limits.all()))
     if page_token:
         query = query.where(
             tuple_(Alert.fired_at, Alert.id) < tuple_(*page_values(page_token, utc_time, uuid.UUID))

@@ -30,8 +30,6 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.errors import NotFound
 from metering.core.models import Organization, TokenKind, record_of
 from metering.core.money import exact_text, minor_unit, round_to_minor_unit, round_total
-from metering.core.pages import check_page_size, page_values
-from metering.core.pages import page_token as token_of
 from metering.invoicing.invoice_document import (
     AmountLine,
     InvoiceDocument,
@@ -42,12 +40,11 @@ from metering.invoicing.month_report import TAX_NOTE, csv_cell, time_text
 from metering.ledger.ledger import TransactionKind, month_bounds, month_text
 from metering.pricing.prices import COUNTS_OF_EVENT, MULTIPLIER_SCALE, PRICES
 from metering.tenants.billing_profiles import BillingProfile, billing_profile
-from metering.tenants.tenants import as_uuid
+from metering.tenants.usage_subjects import NOBODY, end_users_page, find_end_user
 
 STATEMENT_FORMAT = 1
 REQUESTS = "requests"  # item of the price per request; the others are kinds of token
 ITEM_ORDER = [REQUESTS, *map(str, TokenKind)]
-NOBODY = uuid.UUID(int=0)  # key of usage without an end user
 NOT_GIVEN = "usage without an end user"
 CSV_COLUMNS = [
     "record_type",
@@ -261,39 +258,6 @@ LATERAL (
 ) AS compared
 WHERE s.organization_id = :organization_id AND s.month = :month
 """)
-# Pages are of end users by name, then of erased ones by id: both in the order of an index.
-END_USERS = text("""
-SELECT *
-FROM (
-    (
-        SELECT id, name
-        FROM usage_subjects
-        WHERE organization_id = :organization_id AND kind = 'end_user' AND label_key = ''
-          AND :named AND name > :name
-        ORDER BY name
-        LIMIT :limit
-    )
-    UNION ALL
-    (
-        SELECT id, name
-        FROM usage_subjects
-        WHERE organization_id = :organization_id AND kind = 'end_user' AND label_key = ''
-          AND name IS NULL AND id > :id
-        ORDER BY id
-        LIMIT :limit
-    )
-) AS found
-ORDER BY name NULLS LAST, id
-LIMIT :limit
-""")
-FIND_END_USER = text("""
-SELECT id, name
-FROM usage_subjects
-WHERE organization_id = :organization_id AND kind = 'end_user' AND label_key = ''
-  AND (name = :name OR id = :id)
-ORDER BY name IS DISTINCT FROM :name
-LIMIT 1
-""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,18 +407,13 @@ async def statement_page(
     Returns the token of the next page too. A page has the statements of `page_size` end users of
     the customer, of whom some may have no usage in the month. Raises: InvalidValue.
     """
-    check_page_size(page_size)
     begins = month_bounds(month)[0].date()
-    name, after = page_values(page_token, str, uuid.UUID) if page_token else ("", NOBODY)
-    position = {"name": name, "id": after, "named": after == NOBODY, "limit": page_size + 1}
-    rows = (await session.execute(END_USERS, position | {"organization_id": owner.id})).all()
-    users = [EndUser(row.id, row.name or "") for row in rows[:page_size]]
+    rows, token = await end_users_page(
+        session, owner.id, page_size=page_size, page_token=page_token
+    )
+    users = [EndUser(row.id, row.name or "") for row in rows]
     chosen = users if page_token else [EndUser(None), *users]
-    found = await _read(session, owner, begins, chosen)
-    if len(rows) <= page_size:
-        return found, ""
-    last = users[-1]
-    return found, token_of(last.name, NOBODY if last.name else last.id)
+    return await _read(session, owner, begins, chosen), token
 
 
 async def find_statement(
@@ -468,8 +427,7 @@ async def find_statement(
     begins = month_bounds(month)[0].date()
     user = EndUser(None)
     if end_user:
-        key = {"organization_id": owner.id, "name": end_user, "id": as_uuid(end_user)}
-        row = (await session.execute(FIND_END_USER, key)).one_or_none()
+        row = await find_end_user(session, owner.id, end_user)
         if row is None:
             raise NotFound("end user", f"{end_user} of {owner.name}")
         user = EndUser(row.id, row.name or "")

@@ -9,8 +9,10 @@ import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from fractions import Fraction
+from typing import NamedTuple
 
-from sqlalchemy import Select, and_, case, func, literal, or_, select, true, tuple_, union_all
+from sqlalchemy import Select, and_, case, func, literal, select, text, true, tuple_, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
@@ -37,6 +39,9 @@ from metering.tenants.tenants import as_uuid, find_organization
 
 SUBJECT_ORDER = list(QuotaSubject)
 DIMENSION_ORDER = list(QuotaDimension)
+# Limits that are set one by one, by the index `ix_quotas_listed` on the organization, project or key
+# within which they count. The others may be as many as there are end users.
+LISTED = text("quotas.selector_id IS NULL AND quotas.subject <> 'end_user'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +65,15 @@ async def list_quotas(
 
     Those of end users, and those that selectors give, are left out: `limits_of_member`.
     """
-    query = select(Quota).where(Quota.selector_id.is_(None), Quota.subject != QuotaSubject.END_USER)
+    query = select(Quota).where(LISTED)
     if organization:
         owner = (await find_organization(session, organization)).id
-        projects = select(Project.id).where(Project.organization_id == owner)
-        keys = select(ApiKey.id).where(ApiKey.project_id.in_(projects))
-        query = query.where(
-            or_(
-                Quota.subject_id == owner,
-                Quota.subject_id.in_(projects),
-                Quota.subject_id.in_(keys),
-                and_(Quota.within_id.is_not(None), Quota.within_id == owner),
-                and_(Quota.within_id.is_not(None), Quota.within_id.in_(projects)),
-            )
+        projects = list(
+            await session.scalars(select(Project.id).where(Project.organization_id == owner))
         )
+        keys = await session.scalars(select(ApiKey.id).where(ApiKey.project_id.in_(projects)))
+        owners = [owner, *projects, *keys]
+        query = query.where(func.coalesce(Quota.within_id, Quota.subject_id).in_(owners))
     return await states(session, query)
 
 
@@ -120,7 +120,9 @@ async def member_quotas_for(
     `scopes` are the organization and projects within which they count. A limit that a selector
     would give with the first request is included, without usage.
     """
-    names = [(FOR_LABEL + key, "label", key, value) for key, value in (labels or {}).items()]
+    # Selectors give no limit to an empty value.
+    labelled = ((key, value) for key, value in (labels or {}).items() if value)
+    names = [(FOR_LABEL + key, "label", key, value) for key, value in labelled]
     if end_user:
         names.append((FOR_END_USERS, "end_user", "", end_user))
     if not names:
@@ -133,12 +135,68 @@ async def member_quotas_for(
         )
     )
     ids = {(row.kind, row.label_key, row.name): row.id for row in rows}
+    # A subject without a row gets one with its first request.
+    members = [
+        Member(for_each, ids.get((kind, key, name), uuid.uuid4()), f"{key}={name}" if key else name)
+        for for_each, kind, key, name in names
+    ]
+    return await _quotas_of(session, members, scopes, model)
+
+
+async def quotas_of_end_users(
+    session: AsyncSession, organization_id: uuid.UUID, end_users: Iterable[UsageSubject]
+) -> dict[uuid.UUID, list[QuotaState]]:
+    """List the limits of end users in their organization and its projects, by id and sorted.
+
+    Those that a selector would give with the first request are included. An erased end user has
+    none.
+    """
+    projects = await session.scalars(
+        select(Project.id).where(Project.organization_id == organization_id)
+    )
+    members = [Member(FOR_END_USERS, each.id, each.name) for each in end_users if each.name]
+    found: dict[uuid.UUID, list[QuotaState]] = {member.id: [] for member in members}
+    for state in await _quotas_of(session, members, [organization_id, *projects], None):
+        found[state.subject_id].append(state)
+    return {subject_id: sorted(states, key=sort_key) for subject_id, states in found.items()}
+
+
+def tightest(quotas: Iterable[QuotaState]) -> QuotaState | None:
+    """Find the enforced limit of which the largest share is used or held; None without one.
+
+    Of equal ones, the first. A limit of zero is used up.
+    """
+
+    def share(state: QuotaState) -> Fraction:
+        if state.limit_value <= 0:
+            return Fraction(max(state.used + state.held, 1))
+        return Fraction(state.used + state.held, state.limit_value)
+
+    return max((state for state in quotas if state.rule.enforced), key=share, default=None)
+
+
+class Member(NamedTuple):
+    """End user or label value that selectors with this `for_each` give limits to."""
+
+    for_each: str
+    id: uuid.UUID
+    shown: str
+
+
+async def _quotas_of(
+    session: AsyncSession,
+    members: Sequence[Member],
+    scopes: Collection[uuid.UUID],
+    model: str | None,
+) -> list[QuotaState]:
+    """List the limits of members within some organizations and projects; own ones win."""
+    if not members:
+        return []
     of_model = true() if model is None else Quota.model.in_(("", model))
+    ids = [member.id for member in members]
     present = await states(
         session,
-        select(Quota).where(
-            Quota.subject_id.in_(ids.values()), Quota.within_id.in_(scopes), of_model
-        ),
+        select(Quota).where(Quota.subject_id.in_(ids), Quota.within_id.in_(scopes), of_model),
     )
     own = {(state.subject_id, state.rule.target) for state in present if not state.rule.selector_id}
     found = [
@@ -147,23 +205,19 @@ async def member_quotas_for(
         if not state.rule.selector_id or (state.subject_id, state.rule.target) not in own
     ]
     taken = {(state.subject_id, state.rule.target) for state in found}
+    for_each = {member.for_each for member in members}
     selectors = await states(
         session,
-        select(Quota).where(
-            Quota.subject_id.in_(scopes), Quota.for_each.in_([name[0] for name in names]), of_model
-        ),
+        select(Quota).where(Quota.subject_id.in_(scopes), Quota.for_each.in_(for_each), of_model),
     )
     for state in selectors:
-        for for_each, *name in names:
-            if for_each != state.rule.for_each or not name[2]:
-                continue
-            subject_id = ids.get((name[0], name[1], name[2]), uuid.uuid4())
-            if (subject_id, state.rule.target) not in taken:
-                shown = f"{name[1]}={name[2]}" if name[1] else name[2]
-                rule = state.rule.of_subject(uuid.uuid4().int, subject_id, shown)
-                # It counts within the subject of its selector.
-                state = state._replace(within_name=state.subject_name)
-                found.append(state._replace(rule=rule, subject_name=shown, is_planned=True))
+        # It counts within the subject of its selector.
+        given = state._replace(within_name=state.subject_name, is_planned=True)
+        for member in members:
+            is_given = member.for_each == state.rule.for_each
+            if is_given and (member.id, state.rule.target) not in taken:
+                rule = state.rule.of_subject(uuid.uuid4().int, member.id, member.shown)
+                found.append(given._replace(rule=rule, subject_name=member.shown))
     return found
 
 

@@ -43,11 +43,11 @@ from metering.ledger.ledger import MonthState, TransactionKind, month_bounds
 from metering.pricing.prices import COUNTS_OF_EVENT, checked_model
 from metering.reports.forecast import WINDOW_DAYS
 from metering.tenants.usage_subjects import (
-    END_USER,
+    NOBODY,
     checked_end_user,
     checked_label_key,
     checked_label_value,
-    find_usage_subject,
+    find_end_user,
 )
 
 REPORTED_OUTCOMES = {"cancelled": CANCELLED, "limited": LIMITED, "failed": FAILED}
@@ -82,7 +82,7 @@ ROW_SUMS = ",\n           ".join(
 BY_HASH = text("SET LOCAL enable_sort = off")
 # A row has some 300 bytes, so a page is far smaller than the maximum message.
 PAGE_SIZE, PAGE_SIZE_MAX = 1_000, 10_000
-NOT_GIVEN = uuid.UUID(int=0)  # stands for no end user; no row has this id
+NOT_GIVEN = NOBODY
 DAYS_MAX = 92  # of one report: a quarter
 
 
@@ -122,6 +122,7 @@ class UsageFilter:
     model: str = ""
     end_user_id: uuid.UUID | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    end_user_ids: Sequence[uuid.UUID] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +130,14 @@ class Groups:
     """Groupings of rows, in the order in which rows are sorted.
 
     `label_key` belongs to Grouping.LABEL: rows are grouped by the values of this label. With
-    `largest_first` rows are sorted by their cost before.
+    `largest_first` rows are sorted by their cost before. With `latest_first` requests are sorted
+    from the latest.
     """
 
     by: Sequence[Grouping]
     label_key: str = ""
     largest_first: bool = False
+    latest_first: bool = False
 
 
 class GroupColumns(NamedTuple):
@@ -272,18 +275,21 @@ def readers_of(groups: Groups) -> list[Callable[[str], object]]:
     return [*cost, *(GROUPS[group].parse for group in groups.by)]
 
 
-def request_statement(of: UsageFilter, token: str, parameters: dict[str, Any]) -> str:
-    """Build the statement of one page of usage events, the oldest first."""
+def request_statement(
+    of: UsageFilter, groups: Groups, token: str, parameters: dict[str, Any]
+) -> str:
+    """Build the statement of one page of usage events, by time."""
+    order, following = ("DESC", "<") if groups.latest_first else ("ASC", ">")
     after = ""
     if token:
         parameters["after_time"], parameters["after_id"] = page_values(token, utc_time, row_id)
-        after = "AND (u.settled_at, u.id) > (:after_time, :after_id)"
+        after = f"AND (u.settled_at, u.id) {following} (:after_time, :after_id)"
     return f"""
 WITH page AS MATERIALIZED (
     SELECT *
     FROM usage_events u
     WHERE {where(of, parameters)} {after}
-    ORDER BY u.settled_at, u.id
+    ORDER BY u.settled_at {order}, u.id {order}
     LIMIT :limit
 ), used AS (
     SELECT id, settled_at, day, project, api_key, model, request_id, end_user, outcome, {ROW_SUMS}
@@ -304,7 +310,7 @@ JOIN organizations o ON o.id = :organization_id
 JOIN projects p ON p.id = used.project
 JOIN api_keys k ON k.id = used.api_key
 LEFT JOIN usage_subjects s ON s.id = used.end_user
-ORDER BY used.settled_at, used.id"""
+ORDER BY used.settled_at {order}, used.id {order}"""
 
 
 # Start of a month's usage: before the month only if it has late usage.
@@ -339,6 +345,9 @@ def where(of: UsageFilter, parameters: dict[str, Any]) -> str:
         if value is not None:
             parameters[column] = value
             conditions.append(f"u.{column} = :{column}")
+    if of.end_user_ids is not None:
+        parameters["end_user_ids"] = list(of.end_user_ids)
+        conditions.append("u.end_user_id = ANY(CAST(:end_user_ids AS uuid[]))")
     if of.labels:
         parameters["labels"] = json.dumps(dict(of.labels))
         conditions.append("u.labels @> CAST(:labels AS jsonb)")
@@ -369,16 +378,29 @@ async def parameters_of(session: AsyncSession, of: UsageFilter) -> dict[str, Any
 
 
 async def find_end_user_id(
-    session: AsyncSession, organization_id: uuid.UUID, name: str
+    session: AsyncSession, organization_id: uuid.UUID, ref: str
 ) -> uuid.UUID | None:
-    """Find the id of an end user for a filter; None for no name. An end user is created by its
-    first request, so one that is unknown has no usage. Raises: InvalidValue.
+    """Find the id of an end user, by name or id, for a filter; None for an empty text.
+
+    An end user is created by its first request, so one that is unknown has no usage. Raises:
+    InvalidValue.
     """
-    if not name:
+    if not ref:
         return None
-    checked_end_user(name)
-    found = await find_usage_subject(session, organization_id, END_USER, "", name)
+    checked_end_user(ref)
+    found = await find_end_user(session, organization_id, ref)
     return NOT_GIVEN if found is None else found.id
+
+
+async def usage_of_end_users(
+    session: AsyncSession, organization_id: uuid.UUID, days: Days, ids: Sequence[uuid.UUID]
+) -> dict[uuid.UUID, UsageRow]:
+    """Report the usage of some end users, by id; those without usage are left out."""
+    if not ids:
+        return {}
+    of = UsageFilter(days, organization_id, end_user_ids=ids)
+    page = await usage_page(session, of, Groups((Grouping.END_USER,)), page_size=len(ids))
+    return {row.end_user_id: row for row in page.rows if row.end_user_id is not None}
 
 
 def utc_date(moment: datetime) -> date:
@@ -511,7 +533,7 @@ async def usage_page(
 ) -> UsagePage:
     """Report a page of usage by `groups`.
 
-    Grouping.REQUEST must be the only grouping and gives single requests, the oldest first. Rows of
+    Grouping.REQUEST must be the only grouping and gives single requests by time. Rows of
     an open month may change between pages. Raises: InvalidValue for an invalid month, grouping,
     size or token.
     """
@@ -524,7 +546,7 @@ async def usage_page(
     groups = checked_groups(groups, of)
     if Grouping.REQUEST in groups.by:
         keys: tuple[str, ...] = ("settled_at", "id")
-        statement = request_statement(of, token, parameters)
+        statement = request_statement(of, groups, token, parameters)
     else:
         keys = (*(["cost"] if groups.largest_first else []), *groups.by)
         statement = group_statement(of, groups, token, parameters)
@@ -643,6 +665,8 @@ def checked_groups(groups: Groups, of: UsageFilter) -> Groups:
         raise InvalidValue(
             "largest_first", "needs an organization, and another grouping than `request`"
         )
+    if groups.latest_first and Grouping.REQUEST not in by:
+        raise InvalidValue("latest_first", "needs the grouping `request`")
     if of.organization_id is None and Grouping.ORGANIZATION not in by:
         by = (Grouping.ORGANIZATION, *by)
     if not by:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 import unicodedata
 import uuid
-from collections.abc import Sequence
 from datetime import timedelta
+from enum import StrEnum
 
 from sqlalchemy import func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
@@ -18,7 +18,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue
 from metering.core.models import UsageSubject, UsageSubjectCount
+from metering.core.pages import check_page_size, page_values
+from metering.core.pages import page_token as token_of
 from metering.store.db import Sessions
+from metering.tenants.tenants import as_uuid
 
 NAME_BYTES_MAX = 512  # some coding agents send 200 and more
 LABEL_KEY_CHARS_MAX, LABEL_VALUE_CHARS_MAX = 64, 512  # as in requests
@@ -26,8 +29,9 @@ END_USER, LABEL = "end_user", "label"  # kinds
 # Longer than a month: an end user with one request a month is not archived.
 IDLE_MAX = timedelta(days=35)
 ARCHIVED_MAX = 10_000  # per transaction
-LISTED_MAX = 1000
+PAGE_SIZE = 100
 LAST_CHAR = chr(0x10FFFF)  # sorts after all others
+NOBODY = uuid.UUID(int=0)  # no row has this id
 # Key of the advisory lock on a new name, held by an administrator's transaction that creates it.
 NAME_LOCK = (
     "hashtextextended(concat_ws(chr(31), organization_id, kind, label_key, name), 1466263922)"
@@ -147,28 +151,77 @@ async def create_usage_subject(
     return found, False
 
 
-async def list_usage_subjects(
+async def find_end_user(
+    session: AsyncSession, organization_id: uuid.UUID, ref: str
+) -> UsageSubject | None:
+    """Look up an end user by its name, else by its id; None if there is none."""
+    named = await find_usage_subject(session, organization_id, END_USER, "", ref)
+    if named is not None or (subject_id := as_uuid(ref)) is None:
+        return named
+    query = select(UsageSubject).where(
+        UsageSubject.id == subject_id,
+        UsageSubject.organization_id == organization_id,
+        UsageSubject.kind == END_USER,
+    )
+    return (await session.scalars(query)).one_or_none()
+
+
+class EndUserState(StrEnum):
+    """State of an end user."""
+
+    ACTIVE = "active"
+    ARCHIVED = "archived"
+    ERASED = "erased"
+
+
+def state_of(end_user: UsageSubject) -> EndUserState:
+    """Return the state of an end user."""
+    if end_user.erased_at is not None:
+        return EndUserState.ERASED
+    return EndUserState.ACTIVE if end_user.archived_at is None else EndUserState.ARCHIVED
+
+
+async def end_users_page(
     session: AsyncSession,
     organization_id: uuid.UUID,
     *,
-    kind: str = END_USER,
-    label_key: str = "",
     prefix: str = "",
-    after: str = "",
-    limit: int = LISTED_MAX,
-) -> Sequence[UsageSubject]:
-    """List usage subjects by name, those of a prefix after the name `after`, archived ones too."""
-    query = select(UsageSubject).where(
-        UsageSubject.organization_id == organization_id,
-        UsageSubject.kind == kind,
-        UsageSubject.label_key == label_key,
-        UsageSubject.name > after,
+    state: EndUserState | None = None,
+    page_size: int = PAGE_SIZE,
+    page_token: str = "",
+) -> tuple[list[UsageSubject], str]:
+    """List a page of end users by name, then of erased ones by id; those of a prefix or a state.
+
+    Names are sorted by their bytes: those of a prefix are a range of the index. Returns the token
+    of the next page too. Raises: InvalidValue.
+    """
+    check_page_size(page_size)
+    name, subject_id = (
+        page_values(page_token, checked_end_user, uuid.UUID) if page_token else ("", NOBODY)
     )
-    if prefix:
-        # Names are sorted by their bytes: those of a prefix are a range of the index.
-        query = query.where(UsageSubject.name >= prefix, UsageSubject.name < prefix + LAST_CHAR)
-    rows = await session.scalars(query.order_by(UsageSubject.name).limit(min(limit, LISTED_MAX)))
-    return rows.all()
+    listed = select(UsageSubject).where(
+        UsageSubject.organization_id == organization_id,
+        UsageSubject.kind == END_USER,
+        UsageSubject.label_key == "",
+    )
+    found: list[UsageSubject] = []
+    if subject_id == NOBODY and state is not EndUserState.ERASED:
+        named = listed.where(UsageSubject.name > name)
+        if prefix:
+            named = named.where(UsageSubject.name >= prefix, UsageSubject.name < prefix + LAST_CHAR)
+        if state is not None:
+            is_active = UsageSubject.archived_at.is_(None)
+            named = named.where(is_active if state is EndUserState.ACTIVE else ~is_active)
+        found += await session.scalars(named.order_by(UsageSubject.name).limit(page_size + 1))
+    if len(found) <= page_size and not prefix and state in (None, EndUserState.ERASED):
+        erased = listed.where(UsageSubject.name.is_(None), UsageSubject.id > subject_id)
+        left = page_size + 1 - len(found)
+        found += await session.scalars(erased.order_by(UsageSubject.id).limit(left))
+    if len(found) <= page_size:
+        return found, ""
+    last = found[page_size - 1]
+    position = ("", last.id) if last.name is None else (last.name, NOBODY)
+    return found[:page_size], token_of(*position)
 
 
 async def archive_idle(

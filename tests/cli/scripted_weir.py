@@ -15,7 +15,13 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import error_details_pb2, status_pb2
 from weir.v1 import admin_service_pb2 as admin_pb
-from weir.v1 import admin_service_pb2_grpc, billing_service_pb2_grpc, prices_pb2, types_pb2
+from weir.v1 import (
+    admin_service_pb2_grpc,
+    billing_service_pb2_grpc,
+    end_users_pb2,
+    prices_pb2,
+    types_pb2,
+)
 from weir.v1 import billing_service_pb2 as billing_pb
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import usage_reports_pb2 as usage_pb
@@ -99,7 +105,20 @@ KEY = admin_pb.ApiKey(
     organization_name="acme",
     project_name="web",
 )
-ALICE = admin_pb.EndUser(name="alice", create_time=NOON, last_use_day="2026-11-28")
+ALICE = end_users_pb2.EndUser(
+    name="alice",
+    create_time=NOON,
+    last_use_day="2026-11-28",
+    state=end_users_pb2.END_USER_STATE_ACTIVE,
+    month_cost=types_pb2.Money(currency_code="USD", picos=1_250_000_000_000 // 10),
+    month_request_count=1234,
+    tightest_quota=types_pb2.QuotaStatus(
+        dimension=types_pb2.QUOTA_DIMENSION_TOKENS_PER_DAY,
+        limit_value=1000,
+        used_value=800,
+        held_value=39,
+    ),
+)
 MODEL = pb.Model(
     name="demo",
     architecture="LlamaForCausalLM",
@@ -305,8 +324,10 @@ class ScriptedAccounts:
             admin_pb.OverrideQuotaResponse(quota=RAISED),
             admin_pb.DeleteQuotaResponse(deleted=True),
             admin_pb.ListQuotasResponse(quotas=[BUDGET, QUOTA]),
-            admin_pb.ListEndUsersResponse(end_users=[ALICE, admin_pb.EndUser(name="alina")]),
-            admin_pb.GetEndUserResponse(end_user=ALICE, quotas=[QUOTA]),
+            end_users_pb2.ListEndUsersResponse(
+                end_users=[ALICE, end_users_pb2.EndUser(name="alina")]
+            ),
+            end_users_pb2.GetEndUserResponse(end_user=ALICE, quotas=[QUOTA]),
             admin_pb.SetPriceResponse(version=2, versions=[LISTED, OWN_BATCH]),
             prices_pb2.WithdrawPriceResponse(versions=[ENDED]),
             prices_pb2.ListPricesResponse(prices=PAID, versions=[LISTED, OWN_BATCH, ENDED]),

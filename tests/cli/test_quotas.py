@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from weir.v1 import admin_service_pb2 as admin_pb
+from weir.v1 import end_users_pb2, types_pb2
 from weir.v1 import inference_service_pb2 as pb
-from weir.v1 import types_pb2
 from weir_cli.render import to_text
 from weir_cli.tenants import QUOTAS, limits
 from weir_cli.texts import quota_owner, quota_remarks
@@ -121,16 +121,27 @@ def test_a_table_says_whom_a_limit_concerns(
 
 @pytest.mark.usefixtures("wide_terminal")
 def test_end_users_are_listed_and_shown(weir: Run, server: ScriptedWeir) -> None:
-    listed = weir("end-user list --org acme --prefix al --limit 1")
+    listed = weir("end-user list --org acme --prefix al --state active --limit 1")
     shown = weir("end-user show alice --org acme")
     as_json = json.loads(weir("end-user show alice --org acme --json").stdout)
 
     assert (listed.exit_code, shown.exit_code) == (0, 0)
     assert server.accounts.requests[:2] == [
-        admin_pb.ListEndUsersRequest(organization="acme", prefix="al", page_size=2),
-        admin_pb.GetEndUserRequest(organization="acme", end_user="alice"),
+        end_users_pb2.ListEndUsersRequest(
+            organization="acme",
+            prefix="al",
+            state=end_users_pb2.END_USER_STATE_ACTIVE,
+            page_size=2,
+            with_usage=True,
+        ),
+        end_users_pb2.GetEndUserRequest(organization="acme", end_user="alice"),
     ]
     assert "alice" in listed.stdout
+    assert "0.125 USD" in listed.stdout
+    assert "83 % of tokens-per-day" in listed.stdout
+    wrong = weir("end-user list --org acme --state gone")
+    assert wrong.exit_code == 2
+    assert "active, archived or erased" in " ".join(wrong.stderr.replace("│", " ").split())
     assert "alina" not in listed.stdout
     assert "--limit" in listed.stderr
     assert "2026-11-28" in shown.stdout

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from grpc import StatusCode
-from weir.v1 import types_pb2
+from weir.v1 import end_users_pb2, types_pb2
 
 from tests.calls import Calls, calls
 from tests.e2e.openai_clients import connect, user_message
@@ -205,8 +205,12 @@ async def test_an_end_user_is_shown_with_its_limits(admin: Admin) -> None:
     def brief(answer: Any) -> list[tuple[int, int, bool]]:
         return [(each.limit_value, each.used_value, each.quota_id != "") for each in answer.quotas]
 
-    assert (before.end_user.name, before.end_user.archived) == ("alice", True)
-    assert after.end_user.archived is False
+    archived, active = (
+        end_users_pb2.END_USER_STATE_ARCHIVED,
+        end_users_pb2.END_USER_STATE_ACTIVE,
+    )
+    assert (before.end_user.name, before.end_user.state) == ("alice", archived)
+    assert after.end_user.state == active
     assert [each[:2] for each in brief(before)] == [(7, 0), (1000, 0)]
     assert [each[2] for each in brief(before)] == [False, True], "the selector's is to come"
     assert brief(after)[0] == (7, 1, True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.store.db import Sessions
 
@@ -46,3 +47,15 @@ async def fetch_column(sessions: Sessions, query: str, values: Values | None = N
 async def fetch_value(sessions: Sessions, query: str, values: Values | None = None) -> Any:
     """Return the first value of a query, or None if it has no rows."""
     return next(iter(await fetch_column(sessions, query, values)), None)
+
+
+ROWS_READ = text("""
+SELECT relname, seq_tup_read + idx_tup_fetch AS read
+FROM pg_stat_xact_user_tables
+WHERE seq_tup_read + idx_tup_fetch > 0
+""")
+
+
+async def rows_read(session: AsyncSession) -> dict[str, int]:
+    """Return the number of rows that the present transaction has read so far, by table."""
+    return {row.relname: int(row.read) for row in await session.execute(ROWS_READ)}

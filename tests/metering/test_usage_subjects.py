@@ -15,6 +15,7 @@ from sqlalchemy import select
 
 from metering.core.errors import EndUsersExhausted, InvalidValue, NotFound, WriteConflict
 from metering.core.models import Quota, QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
+from metering.core.pages import page_token
 from metering.holds import hold_cache
 from metering.holds.bindings import Bind
 from metering.holds.hold_connection import HoldConnection
@@ -33,11 +34,12 @@ from metering.quotas.quotas import QuotaExceeded
 from metering.quotas.quoting import quote
 from metering.store.db import Sessions
 from metering.tenants.usage_subjects import (
+    NOBODY,
     archive_idle,
     checked_end_user,
     create_usage_subject,
+    end_users_page,
     find_usage_subject,
-    list_usage_subjects,
 )
 from tests.metering.hold_world import MODEL, HoldWorld, admit, of_type, settle
 from tests.metering.invariants import check_invariants
@@ -258,7 +260,8 @@ async def test_the_bound_refuses_a_new_end_user_and_an_archived_one_makes_room(
     assert used_before > 0
     assert world.rows("SELECT end_user_count FROM usage_subject_counts") == [(3,)]
     async with sessions() as session:
-        listed = await list_usage_subjects(session, payer.organization_id, after="b")
+        token = page_token("b", NOBODY)
+        listed, _ = await end_users_page(session, payer.organization_id, page_token=token)
     assert [(each.name, each.archived_at is None) for each in listed] == [("c", True), ("d", True)]
     check_invariants(world.url)
 

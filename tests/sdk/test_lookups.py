@@ -15,6 +15,7 @@ from weir.v1 import (
     admin_service_pb2_grpc,
     billing_service_pb2_grpc,
     configuration_pb2,
+    end_users_pb2,
     live_requests_pb2,
     prices_pb2,
     replicas_pb2,
@@ -28,6 +29,7 @@ from weir_client import (
     AsyncBillingClient,
     AsyncClient,
     BillingClient,
+    EndUserState,
     GenerationState,
     InvalidRequest,
     Money,
@@ -146,6 +148,7 @@ class Recorder:
                 prices_pb2,
                 admin_pb,
                 billing_pb,
+                end_users_pb2,
                 live_requests_pb2,
                 configuration_pb2,
                 replicas_pb2,
@@ -248,20 +251,20 @@ async def test_admins_manage_organizations_keys_quotas_and_prices() -> None:
 
 async def test_end_users_are_listed_page_by_page_and_limited() -> None:
     recorder = Recorder(
-        admin_pb.ListEndUsersResponse(end_users=[admin_pb.EndUser(name="bob")]),
+        end_users_pb2.ListEndUsersResponse(end_users=[end_users_pb2.EndUser(name="bob")]),
         admin_pb.ListQuotasResponse(quotas=[types_pb2.QuotaStatus(quota_id="q1")]),
         admin_pb.SetQuotaResponse(quota=types_pb2.QuotaStatus(for_each="end_user")),
     )
-    first = admin_pb.ListEndUsersResponse(
-        end_users=[admin_pb.EndUser(name="alice", archived=True)], next_page_token="next"
-    )
+    alice = end_users_pb2.EndUser(name="alice", state=end_users_pb2.END_USER_STATE_ARCHIVED)
+    first = end_users_pb2.ListEndUsersResponse(end_users=[alice], next_page_token="next")
     recorder.first["ListEndUsers"] = first
     inference = ScriptedInference(scripted.answer)
     async with (
         scripted.serve(inference, recorder.add) as address,
         AsyncAdminClient(address, "key") as admin,
+        AsyncBillingClient(address, "key") as billing,
     ):
-        found = [each async for each in admin.list_end_users("acme", prefix="b", page_size=1)]
+        found = [each async for each in billing.list_end_users("acme", prefix="b", page_size=1)]
         await admin.list_quotas("acme", end_user="alice")
         await admin.list_quotas("acme", label="team=search")
         await admin.list_quotas(quota_id="q1")
@@ -273,11 +276,15 @@ async def test_end_users_are_listed_page_by_page_and_limited() -> None:
             for_each="end_user",
         )
 
-    assert [(each.name, each.archived) for each in found] == [("alice", True), ("bob", False)]
+    states = [EndUserState.ARCHIVED, EndUserState.UNSPECIFIED]
+    assert [(each.name, each.state) for each in found] == list(
+        zip(("alice", "bob"), states, strict=True)
+    )
+    assert found[0].month_cost is None
     requested: dict[str, Any] = {"organization": "acme", "prefix": "b", "page_size": 1}
     assert recorder.requests[:5] == [
-        admin_pb.ListEndUsersRequest(**requested),
-        admin_pb.ListEndUsersRequest(**requested, page_token="next"),
+        end_users_pb2.ListEndUsersRequest(**requested),
+        end_users_pb2.ListEndUsersRequest(**requested, page_token="next"),
         admin_pb.ListQuotasRequest(organization="acme", end_user="alice"),
         admin_pb.ListQuotasRequest(organization="acme", label="team=search"),
         admin_pb.ListQuotasRequest(quota_id="q1"),

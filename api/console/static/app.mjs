@@ -5,6 +5,7 @@ import { h, remark, swap } from "./dom.mjs";
 import { plain } from "./format.mjs";
 import { View, problem } from "./view.mjs";
 import { audit } from "./audit.mjs";
+import { endUsers } from "./end-users.mjs";
 import { limits } from "./limits.mjs";
 import { month } from "./month.mjs";
 import { overview } from "./overview.mjs";
@@ -12,7 +13,7 @@ import { reconciliation } from "./reconciliation.mjs";
 import { requests } from "./requests.mjs";
 import { usage } from "./usage.mjs";
 
-const PAGES = [overview, limits, usage, month, reconciliation, requests, audit];
+const PAGES = [overview, limits, usage, endUsers, month, reconciliation, requests, audit];
 const main = document.getElementById("main");
 const nav = document.getElementById("nav");
 const who = document.getElementById("who");

@@ -65,6 +65,11 @@ export async function file(name, request) {
   return { name: match?.[1] ?? "file", content: await response.blob() };
 }
 
+// Content of a field of bytes.
+export function blobOf(content = "") {
+  return new Blob([Uint8Array.from(atob(content), (each) => each.charCodeAt(0))]);
+}
+
 // Save a file in the browser's downloads.
 export function save(name, content) {
   const url = URL.createObjectURL(content);

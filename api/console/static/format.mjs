@@ -86,6 +86,11 @@ export function share(part, of) {
   return Math.min(1, Math.max(0, Number(parts) / 10000));
 }
 
+// Used and held part of a limit in whole percent, rounded down; exact for any size. A limit of zero is used up.
+export function percentOf(used, held, limit) {
+  return whole(limit) > 0n ? count(((whole(used) + whole(held)) * 100n) / whole(limit)) : "100";
+}
+
 // Milliseconds: 0.4 ms, 12.3 ms, 1,234 ms.
 export function milliseconds(value) {
   const number = value ?? 0;
@@ -155,6 +160,12 @@ const UNSEEN = /[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u20
 // Untrusted text on one line, with invisible characters escaped.
 export function plain(text) {
   return String(text ?? "").replace(UNSEEN, "\ufffd");
+}
+
+// Argument of a command in a POSIX shell.
+export function quoted(text) {
+  const shown = plain(text);
+  return /^[\w@.=:][\w@.=:-]*$/.test(shown) ? shown : `'${shown.replaceAll("'", "'\\''")}'`;
 }
 
 // Month in UTC, `back` months before the present one.

@@ -33,12 +33,12 @@ export const limits = {
     swap(view.body, controls, shown, command("Set a limit", "weir quota set tokens-per-month 1000000 --org ORG"), command("Command", terminal));
     await view.repeat(REFRESH_MS, async () => {
       const { quotas = [] } = await load();
-      swap(shown, table(`Limits of ${whose}`, columns(currency), quotas, { empty: "No limits are set.", key: (each) => each.quotaId }), h("p", { class: "note" }, asOf()));
+      swap(shown, table(`Limits of ${whose}`, limitColumns(currency), quotas, { empty: "No limits are set.", key: (each) => each.quotaId }), h("p", { class: "note" }, asOf()));
     });
   },
 };
 
-const columns = (currency) => [
+export const limitColumns = (currency) => [
   column("Limit of", (each) => [dimensionWords(each.dimension), each.model ? ` on ${each.model}` : "", remarksOf(each)]),
   column("Set on", (each) => [each.forNewKeys ? "new keys of " : "", words(each.subject, "QUOTA_SUBJECT_"), h("br"), h("span", { class: "note" }, each.subjectName ?? "")]),
   column("Usage", (each) => meter(each.usedValue, each.heldValue, each.limitValue)),

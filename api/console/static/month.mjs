@@ -1,6 +1,6 @@
 // Month report: preliminary, or as closed. Amounts are exact; the server adds them up.
 
-import { file } from "./client.mjs";
+import { blobOf, file } from "./client.mjs";
 import { badge, column, command, h, remark, swap, table, tile, tiles, time } from "./dom.mjs";
 import { amount, amountPlaces, count, money, negated, perMillion, picosOf, plain, sumOf, words } from "./format.mjs";
 
@@ -115,8 +115,8 @@ function creditPart({ prepaidCredit, creditNotes = [] }, invoice, currency) {
 
 function downloads(view, organization, month, report) {
   const bytes = async (format, ending) => {
-    const { content = "" } = await view.call(DOCUMENT, { organization, month, format });
-    return { name: `${report.organizationName}-${month}.${ending}`, content: new Blob([Uint8Array.from(atob(content), (each) => each.charCodeAt(0))]) };
+    const { content } = await view.call(DOCUMENT, { organization, month, format });
+    return { name: `${report.organizationName}-${month}.${ending}`, content: blobOf(content) };
   };
   return h("div", { class: "buttons" },
     view.download(report.invoiceNumber ? "Invoice as PDF" : "Draft as PDF", () => file(EXPORT, { organization, month, format: "MONTH_EXPORT_FORMAT_INVOICE_PDF" })),

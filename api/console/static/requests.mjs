@@ -81,30 +81,35 @@ async function dayPart(view) {
   const asked = { organization: ref, month: day.slice(0, 7), day, groupBy: ["USAGE_GROUPING_REQUEST"], pageSize: PAGE_SIZE, pageToken: view.params.get("page") ?? "" };
   const { rows = [], nextPageToken = "" } = await view.call(USAGE, asked);
   const picker = h("input", { type: "date", value: day, change: () => picker.value && view.go({ day: picker.value, page: "" }) });
-  const least = amountPlaces(rows.map(costOf));
-  const canLookUp = view.may(ANY);
   return h("section", { "aria-label": "Requests of a day" },
     h("h2", {}, "Requests of a day"),
     h("div", { class: "controls" }, chooser, h("label", { class: "field" }, h("span", {}, "Day (UTC)"), picker)),
-    table(`Requests of ${day}`, [
-      column("Settled", (each) => time(each.settleTime)),
-      column("Request", (each) => canLookUp
-        ? h("a", { class: "id", href: `#/requests?id=${encodeURIComponent(each.requestId)}&project=${encodeURIComponent(each.projectId)}` }, each.requestId)
-        : h("span", { class: "id" }, each.requestId)),
-      column("Project and key", (each) => [each.projectName, h("div", { class: "note" }, `${plain(each.apiKeyName)}, ${plain(each.apiKeyPrefix)}`)]),
-      column("Model", (each) => each.model),
-      column("Ended", (each) => words(each.outcome)),
-      column("In", (each) => count(each.inputTokenCount), true),
-      column("Cached", (each) => count(each.cachedInputTokenCount), true),
-      column("Out", (each) => count(each.outputTokenCount), true),
-      ...thinkingColumn(rows),
-      column("Embedded", (each) => count(each.embeddingTokenCount), true),
-      column(`Cost, ${currency}`, (each) => amount(costOf(each), least), true),
-    ], rows, { empty: `No requests were settled on ${day}.`, key: (each) => each.requestId }),
+    requestTable(view, `Requests of ${day}`, rows, currency, `No requests were settled on ${day}.`),
     h("div", { class: "buttons" },
       view.params.get("page") && h("button", { type: "button", click: () => view.go({ page: "" }) }, "First page"),
       nextPageToken && h("button", { type: "button", click: () => view.go({ page: nextPageToken }) }, "Next page")),
     command("Command", `weir month show ${day.slice(0, 7)} --org ${name || "ORG"} --by request --day ${day}`));
+}
+
+// Table of requests, each with a link to its stages if the key may see them.
+export function requestTable(view, caption, rows, currency, empty) {
+  const least = amountPlaces(rows.map(costOf));
+  const canLookUp = view.may(ANY);
+  return table(caption, [
+    column("Settled", (each) => time(each.settleTime)),
+    column("Request", (each) => canLookUp
+      ? h("a", { class: "id", href: `#/requests?id=${encodeURIComponent(each.requestId)}&project=${encodeURIComponent(each.projectId)}` }, each.requestId)
+      : h("span", { class: "id" }, each.requestId)),
+    column("Project and key", (each) => [each.projectName, h("div", { class: "note" }, `${plain(each.apiKeyName)}, ${plain(each.apiKeyPrefix)}`)]),
+    column("Model", (each) => each.model),
+    column("Ended", (each) => words(each.outcome)),
+    column("In", (each) => count(each.inputTokenCount), true),
+    column("Cached", (each) => count(each.cachedInputTokenCount), true),
+    column("Out", (each) => count(each.outputTokenCount), true),
+    ...thinkingColumn(rows),
+    column("Embedded", (each) => count(each.embeddingTokenCount), true),
+    column(`Cost, ${currency}`, (each) => amount(costOf(each), least), true),
+  ], rows, { empty, key: (each) => each.requestId });
 }
 
 // Cost of a request: posted to the ledger, or in the first second only recorded.

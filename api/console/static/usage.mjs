@@ -3,7 +3,7 @@
 
 import { SERIES_MAX, bars } from "./chart.mjs";
 import { choice, column, command, h, remark, swap, table, tile, tiles } from "./dom.mjs";
-import { brief, count, dayOf, daysBetween, daysOf, decimal, minorDigits, money, monthOf, picosOf, places, plain, whole } from "./format.mjs";
+import { brief, count, dayOf, daysBetween, daysOf, decimal, minorDigits, money, monthOf, picosOf, places, plain, quoted, whole } from "./format.mjs";
 import { problem } from "./view.mjs";
 
 const USAGE = "BillingService/GetUsage", OWN = "InferenceService/GetOwnUsage", FORECAST = "BillingService/GetForecast";
@@ -40,33 +40,55 @@ export const usage = {
     const { ref, name, currency, chooser } = isOwn ? { ref: "", name: "", currency: view.session.currencyCode, chooser: whose(view) } : await view.organization();
     const { request, days, periods, title } = await period(view, isOwn, ref);
     const filter = filterOf(view);
-    const what = SHOWN[view.params.get("show")] ? view.params.get("show") : "cost";
+    const { what, chooser: shown } = chartChoice(view);
     const asked = { ...request, ...filter.request, groupBy: GROUP_BY, ...(isOwn ? { project: view.params.get("of") === "project" } : { organization: ref, pageSize: ROWS_MAX }) };
     const isPart = filter.request.endUser || filter.request.labels; // the forecast is of everything
     const forecast = !isOwn && !isPart && request.month === monthOf(new Date()) ? view.call(FORECAST, { organization: ref, month: request.month }).catch((error) => ({ error })) : null;
     const [found, expected, other] = await Promise.all([view.call(isOwn ? OWN : USAGE, asked), forecast, otherPart(view, isOwn, asked, currency)]);
     const rows = found.rows ?? [];
-    const [byDay, byModel] = [grouped(rows, (row) => row.day), grouped(rows, (row) => row.model)];
     const total = summed(found.total ? [found.total] : rows);
-    const shown = choice("Chart", Object.entries(SHOWN).map(([value, [text]]) => [value, text]), what, (show) => view.go({ show: show === "cost" ? "" : show }));
     swap(view.body,
       h("div", { class: "controls" }, chooser, periods, shown, otherChoice(view, isOwn)), ownDays(view), filter.form, filter.fault,
-      tiles(tile("Cost", brief(total.cost, currency), currency, "before plan, credit and tax"), tile("Requests", count(total.requestCount)),
-        tile("Input, computed", count(total.inputTokenCount), "tokens"), tile("Input, cached", count(total.cachedInputTokenCount), "tokens"), tile("Output", count(total.outputTokenCount), "tokens"),
-        total.reasoningTokenCount > 0n && tile("Thinking", count(total.reasoningTokenCount), "tokens"),
-        total.embeddingTokenCount > 0n && tile("Embedded", count(total.embeddingTokenCount), "tokens")),
+      usageTiles(total, currency),
       expected && forecastPart(expected),
       found.nextPageToken && remark("warning", `These are the first ${count(ROWS_MAX)} days of a model: choose a shorter time for all of them.`),
       other(total),
-      h("h2", {}, "By day"),
-      dayBars(rows, byModel, days, what, currency, title),
-      table("Usage by day", columns("Day (UTC)", currency, [...byDay, total]), byDay, { empty: "No usage in this time.", foot: total, isGrid: true }),
-      h("h2", {}, "By model"),
-      table("Usage by model", columns("Model", currency, [...byModel, total]), byModel, { empty: "No usage in this time.", foot: total, isGrid: true }),
+      dayAndModelParts(rows, total, { days, title, what, currency }),
       total.pending > 0n && h("p", { class: "note" }, `${decimal(total.pending, PICOS, minorDigits(currency))} ${currency} of this cost is recorded and will be posted within seconds.`),
       command("Command", (isOwn ? terminal(asked) : `weir month show ${request.month ?? monthOf(new Date())} --org ${name || "ORG"} --by ${word(view)}`) + filter.options));
   },
 };
+
+// Choice of what the bars show.
+export function chartChoice(view) {
+  const what = SHOWN[view.params.get("show")] ? view.params.get("show") : "cost";
+  const options = Object.entries(SHOWN).map(([value, [text]]) => [value, text]);
+  return { what, chooser: choice("Chart", options, what, (show) => view.go({ show: show === "cost" ? "" : show })) };
+}
+
+export function usageTiles(total, currency) {
+  return tiles(tile("Cost", brief(total.cost, currency), currency, "before plan, credit and tax"), tile("Requests", count(total.requestCount)),
+    tile("Input, computed", count(total.inputTokenCount), "tokens"), tile("Input, cached", count(total.cachedInputTokenCount), "tokens"), tile("Output", count(total.outputTokenCount), "tokens"),
+    total.reasoningTokenCount > 0n && tile("Thinking", count(total.reasoningTokenCount), "tokens"),
+    total.embeddingTokenCount > 0n && tile("Embedded", count(total.embeddingTokenCount), "tokens"));
+}
+
+// Bars and table by day, and table by model, of rows by day and model.
+export function dayAndModelParts(rows, total, { days, title, what, currency }) {
+  const [byDay, byModel] = [grouped(rows, (row) => row.day), grouped(rows, (row) => row.model)];
+  return [
+    h("h2", {}, "By day"),
+    dayBars(rows, byModel, days, what, currency, title),
+    usageTable("Usage by day", "Day (UTC)", byDay, total, currency),
+    h("h2", {}, "By model"),
+    usageTable("Usage by model", "Model", byModel, total, currency),
+  ];
+}
+
+// Table of sums with their total.
+export function usageTable(caption, head, rows, total, currency, nameOf = undefined) {
+  return table(caption, columns(head, currency, [...rows, total], nameOf), rows, { empty: "No usage in this time.", foot: total, isGrid: true });
+}
 
 function terminal({ month, firstDay, lastDay, project }) {
   return `weir usage ${month ?? `--from ${firstDay} --to ${lastDay}`}${project ? " --all-keys" : ""}`;
@@ -105,10 +127,6 @@ function filterOf(view) {
   };
 }
 
-function quoted(text) {
-  return /^[\w@.=:-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
-}
-
 // Section of the chosen grouping, the highest cost first, as a function of the total. A key's own usage has no pages.
 async function otherPart(view, isOwn, asked, currency) {
   const by = otherOf(view), labelKey = by === "label" ? (view.params.get("label_key") ?? "") : "";
@@ -125,7 +143,7 @@ async function otherPart(view, isOwn, asked, currency) {
   const head = labelKey ? `Label ${labelKey}` : title;
   return (total) => [
     h("h2", {}, `By ${by === "key" ? "API key" : head[0].toLowerCase() + head.slice(1)}`),
-    table(`Usage by ${title}`, columns(head, currency, [...rows, total], (each) => nameCell(view, by, each)), rows, { empty: "No usage in this time.", foot: total, isGrid: true }),
+    usageTable(`Usage by ${title}`, head, rows, total, currency, (each) => nameCell(view, by, each)),
     left > 0 && h("p", { class: "note" }, `${count(left)} more with a lower cost are not shown.`),
     h("div", { class: "buttons" },
       view.params.get("page") && h("button", { type: "button", click: () => view.go({ page: "" }) }, "First page"),
@@ -147,7 +165,7 @@ function whose(view) {
 }
 
 // Period of the report: a month, the last days, or days between two dates.
-async function period(view, isOwn, ref) {
+export async function period(view, isOwn, ref) {
   const now = new Date(), range = view.params.get("range") ?? "";
   const known = isOwn ? Array.from({ length: OWN_MONTHS }, (_, back) => [monthOf(now, back), monthOf(now, back)]) : null;
   const { chosen, options } = known ? { chosen: known.find(([month]) => month === view.params.get("month"))?.[0] ?? known[0][0], options: known } : await view.month(ref);
@@ -159,12 +177,12 @@ async function period(view, isOwn, ref) {
   return { request: { firstDay, lastDay }, days: daysBetween(firstDay, lastDay), periods, title: `${firstDay} to ${lastDay}` };
 }
 
-function ownDays(view) {
+export function ownDays(view) {
   return view.params.get("range") === "days" && view.search({ from: ["First day (UTC)", { type: "date", required: true }], to: ["Last day (UTC), 92 days at most", { type: "date", required: true }] });
 }
 
 // One row with the sums of others.
-function summed(rows, name = "Total") {
+export function summed(rows, name = "Total") {
   const all = { name, cost: 0n, pending: 0n };
   for (const field of [...COUNTS, ...ENDS]) all[field] = 0n;
   for (const row of rows) {
@@ -176,7 +194,7 @@ function summed(rows, name = "Total") {
   return all;
 }
 
-function grouped(rows, nameOf) {
+export function grouped(rows, nameOf) {
   return [...Map.groupBy(rows, nameOf)].map(([name, those]) => summed(those, name));
 }
 

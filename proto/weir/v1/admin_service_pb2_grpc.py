@@ -117,16 +117,6 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.ListQuotasRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.ListQuotasResponse.FromString,
                 _registered_method=True)
-        self.ListEndUsers = channel.unary_unary(
-                '/weir.v1.AdminService/ListEndUsers',
-                request_serializer=weir_dot_v1_dot_admin__service__pb2.ListEndUsersRequest.SerializeToString,
-                response_deserializer=weir_dot_v1_dot_admin__service__pb2.ListEndUsersResponse.FromString,
-                _registered_method=True)
-        self.GetEndUser = channel.unary_unary(
-                '/weir.v1.AdminService/GetEndUser',
-                request_serializer=weir_dot_v1_dot_admin__service__pb2.GetEndUserRequest.SerializeToString,
-                response_deserializer=weir_dot_v1_dot_admin__service__pb2.GetEndUserResponse.FromString,
-                _registered_method=True)
         self.SetPrice = channel.unary_unary(
                 '/weir.v1.AdminService/SetPrice',
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.SetPriceRequest.SerializeToString,
@@ -366,20 +356,6 @@ class AdminServiceServicer:
 
     def ListQuotas(self, request, context):
         """Lists limits with their remainders.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListEndUsers(self, request, context):
-        """Lists the end users of an organization by name.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetEndUser(self, request, context):
-        """Returns one end user with its limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -648,16 +624,6 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListQuotas,
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.ListQuotasRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.ListQuotasResponse.SerializeToString,
-            ),
-            'ListEndUsers': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListEndUsers,
-                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.ListEndUsersRequest.FromString,
-                    response_serializer=weir_dot_v1_dot_admin__service__pb2.ListEndUsersResponse.SerializeToString,
-            ),
-            'GetEndUser': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetEndUser,
-                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.GetEndUserRequest.FromString,
-                    response_serializer=weir_dot_v1_dot_admin__service__pb2.GetEndUserResponse.SerializeToString,
             ),
             'SetPrice': grpc.unary_unary_rpc_method_handler(
                     servicer.SetPrice,
@@ -1175,60 +1141,6 @@ class AdminService:
             '/weir.v1.AdminService/ListQuotas',
             weir_dot_v1_dot_admin__service__pb2.ListQuotasRequest.SerializeToString,
             weir_dot_v1_dot_admin__service__pb2.ListQuotasResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListEndUsers(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/weir.v1.AdminService/ListEndUsers',
-            weir_dot_v1_dot_admin__service__pb2.ListEndUsersRequest.SerializeToString,
-            weir_dot_v1_dot_admin__service__pb2.ListEndUsersResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetEndUser(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/weir.v1.AdminService/GetEndUser',
-            weir_dot_v1_dot_admin__service__pb2.GetEndUserRequest.SerializeToString,
-            weir_dot_v1_dot_admin__service__pb2.GetEndUserResponse.FromString,
             options,
             channel_credentials,
             insecure,

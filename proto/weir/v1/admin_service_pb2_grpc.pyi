@@ -81,10 +81,6 @@ class AdminServiceStub:
     """Removes one limit. NOT_FOUND if it does not exist."""
     ListQuotas: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListQuotasRequest, _admin_service_pb2.ListQuotasResponse]
     """Lists limits with their remainders."""
-    ListEndUsers: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListEndUsersRequest, _admin_service_pb2.ListEndUsersResponse]
-    """Lists the end users of an organization by name."""
-    GetEndUser: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetEndUserRequest, _admin_service_pb2.GetEndUserResponse]
-    """Returns one end user with its limits."""
     SetPrice: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetPriceRequest, _admin_service_pb2.SetPriceResponse]
     """Adds a price version. Past prices never change: INVALID_ARGUMENT for an effective time in the
     past.
@@ -201,10 +197,6 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Removes one limit. NOT_FOUND if it does not exist."""
     ListQuotas: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListQuotasRequest, _admin_service_pb2.ListQuotasResponse]  # type: ignore[assignment]
     """Lists limits with their remainders."""
-    ListEndUsers: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListEndUsersRequest, _admin_service_pb2.ListEndUsersResponse]  # type: ignore[assignment]
-    """Lists the end users of an organization by name."""
-    GetEndUser: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetEndUserRequest, _admin_service_pb2.GetEndUserResponse]  # type: ignore[assignment]
-    """Returns one end user with its limits."""
     SetPrice: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetPriceRequest, _admin_service_pb2.SetPriceResponse]  # type: ignore[assignment]
     """Adds a price version. Past prices never change: INVALID_ARGUMENT for an effective time in the
     past.
@@ -402,22 +394,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.ListQuotasResponse, _abc.Awaitable[_admin_service_pb2.ListQuotasResponse]]:
         """Lists limits with their remainders."""
-
-    @_abc_1.abstractmethod
-    def ListEndUsers(
-        self,
-        request: _admin_service_pb2.ListEndUsersRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_service_pb2.ListEndUsersResponse, _abc.Awaitable[_admin_service_pb2.ListEndUsersResponse]]:
-        """Lists the end users of an organization by name."""
-
-    @_abc_1.abstractmethod
-    def GetEndUser(
-        self,
-        request: _admin_service_pb2.GetEndUserRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_service_pb2.GetEndUserResponse, _abc.Awaitable[_admin_service_pb2.GetEndUserResponse]]:
-        """Returns one end user with its limits."""
 
     @_abc_1.abstractmethod
     def SetPrice(

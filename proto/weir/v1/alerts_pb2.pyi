@@ -561,6 +561,7 @@ class ListAlertsRequest(_message.Message):
     ORGANIZATION_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    END_USER_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of an organization; empty: the key's own with the scope `billing`, all with `admin`.
     Unknown: NOT_FOUND.
@@ -569,16 +570,21 @@ class ListAlertsRequest(_message.Message):
     """Largest number of alerts, 1 to 1000. Default 100."""
     page_token: _builtins.str
     """`next_page_token` of the previous page. Empty: the first page. Malformed: INVALID_ARGUMENT."""
+    end_user: _builtins.str
+    """Only alerts on the limits of this end user, by name or id. Needs an organization, unless the
+    key has the scope `billing` only. Unknown: NOT_FOUND.
+    """
     def __init__(
         self,
         *,
         organization: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        end_user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_user", b"end_user", "organization", b"organization", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,6 +5,7 @@ import warnings
 
 from weir.v1 import alerts_pb2 as weir_dot_v1_dot_alerts__pb2
 from weir.v1 import billing_service_pb2 as weir_dot_v1_dot_billing__service__pb2
+from weir.v1 import end_users_pb2 as weir_dot_v1_dot_end__users__pb2
 from weir.v1 import months_pb2 as weir_dot_v1_dot_months__pb2
 from weir.v1 import reconciliation_pb2 as weir_dot_v1_dot_reconciliation__pb2
 from weir.v1 import resale_pb2 as weir_dot_v1_dot_resale__pb2
@@ -50,6 +51,16 @@ class BillingServiceStub:
                 '/weir.v1.BillingService/GetUsage',
                 request_serializer=weir_dot_v1_dot_usage__reports__pb2.GetUsageRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_usage__reports__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
+        self.ListEndUsers = channel.unary_unary(
+                '/weir.v1.BillingService/ListEndUsers',
+                request_serializer=weir_dot_v1_dot_end__users__pb2.ListEndUsersRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_end__users__pb2.ListEndUsersResponse.FromString,
+                _registered_method=True)
+        self.GetEndUser = channel.unary_unary(
+                '/weir.v1.BillingService/GetEndUser',
+                request_serializer=weir_dot_v1_dot_end__users__pb2.GetEndUserRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_end__users__pb2.GetEndUserResponse.FromString,
                 _registered_method=True)
         self.GetForecast = channel.unary_unary(
                 '/weir.v1.BillingService/GetForecast',
@@ -158,6 +169,20 @@ class BillingServiceServicer:
     def GetUsage(self, request, context):
         """Returns the usage of a month or of days by time, project, API key, model, end user, label, or
         request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEndUsers(self, request, context):
+        """Lists the end users of an organization by name, with their usage of the month.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetEndUser(self, request, context):
+        """Returns one end user with its usage of the month and its limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -310,6 +335,16 @@ def add_BillingServiceServicer_to_server(servicer, server):
                     request_deserializer=weir_dot_v1_dot_usage__reports__pb2.GetUsageRequest.FromString,
                     response_serializer=weir_dot_v1_dot_usage__reports__pb2.GetUsageResponse.SerializeToString,
             ),
+            'ListEndUsers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEndUsers,
+                    request_deserializer=weir_dot_v1_dot_end__users__pb2.ListEndUsersRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_end__users__pb2.ListEndUsersResponse.SerializeToString,
+            ),
+            'GetEndUser': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetEndUser,
+                    request_deserializer=weir_dot_v1_dot_end__users__pb2.GetEndUserRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_end__users__pb2.GetEndUserResponse.SerializeToString,
+            ),
             'GetForecast': grpc.unary_unary_rpc_method_handler(
                     servicer.GetForecast,
                     request_deserializer=weir_dot_v1_dot_usage__reports__pb2.GetForecastRequest.FromString,
@@ -457,6 +492,60 @@ class BillingService:
             '/weir.v1.BillingService/GetUsage',
             weir_dot_v1_dot_usage__reports__pb2.GetUsageRequest.SerializeToString,
             weir_dot_v1_dot_usage__reports__pb2.GetUsageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEndUsers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/ListEndUsers',
+            weir_dot_v1_dot_end__users__pb2.ListEndUsersRequest.SerializeToString,
+            weir_dot_v1_dot_end__users__pb2.ListEndUsersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetEndUser(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/GetEndUser',
+            weir_dot_v1_dot_end__users__pb2.GetEndUserRequest.SerializeToString,
+            weir_dot_v1_dot_end__users__pb2.GetEndUserResponse.FromString,
             options,
             channel_credentials,
             insecure,

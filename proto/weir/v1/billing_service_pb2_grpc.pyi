@@ -7,6 +7,7 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from weir.v1 import alerts_pb2 as _alerts_pb2
 from weir.v1 import billing_service_pb2 as _billing_service_pb2
+from weir.v1 import end_users_pb2 as _end_users_pb2
 from weir.v1 import months_pb2 as _months_pb2
 from weir.v1 import reconciliation_pb2 as _reconciliation_pb2
 from weir.v1 import resale_pb2 as _resale_pb2
@@ -46,6 +47,10 @@ class BillingServiceStub:
     """Returns the usage of a month or of days by time, project, API key, model, end user, label, or
     request.
     """
+    ListEndUsers: _grpc.UnaryUnaryMultiCallable[_end_users_pb2.ListEndUsersRequest, _end_users_pb2.ListEndUsersResponse]
+    """Lists the end users of an organization by name, with their usage of the month."""
+    GetEndUser: _grpc.UnaryUnaryMultiCallable[_end_users_pb2.GetEndUserRequest, _end_users_pb2.GetEndUserResponse]
+    """Returns one end user with its usage of the month and its limits."""
     GetForecast: _grpc.UnaryUnaryMultiCallable[_usage_reports_pb2.GetForecastRequest, _usage_reports_pb2.GetForecastResponse]
     """Returns the cost of the current month so far, and its forecast."""
     ExportMonth: _grpc.UnaryStreamMultiCallable[_usage_reports_pb2.ExportMonthRequest, _usage_reports_pb2.ExportMonthResponse]
@@ -112,6 +117,10 @@ class BillingServiceAsyncStub(BillingServiceStub):
     """Returns the usage of a month or of days by time, project, API key, model, end user, label, or
     request.
     """
+    ListEndUsers: _aio.UnaryUnaryMultiCallable[_end_users_pb2.ListEndUsersRequest, _end_users_pb2.ListEndUsersResponse]  # type: ignore[assignment]
+    """Lists the end users of an organization by name, with their usage of the month."""
+    GetEndUser: _aio.UnaryUnaryMultiCallable[_end_users_pb2.GetEndUserRequest, _end_users_pb2.GetEndUserResponse]  # type: ignore[assignment]
+    """Returns one end user with its usage of the month and its limits."""
     GetForecast: _aio.UnaryUnaryMultiCallable[_usage_reports_pb2.GetForecastRequest, _usage_reports_pb2.GetForecastResponse]  # type: ignore[assignment]
     """Returns the cost of the current month so far, and its forecast."""
     ExportMonth: _aio.UnaryStreamMultiCallable[_usage_reports_pb2.ExportMonthRequest, _usage_reports_pb2.ExportMonthResponse]  # type: ignore[assignment]
@@ -187,6 +196,22 @@ class BillingServiceServicer(metaclass=_abc_1.ABCMeta):
         """Returns the usage of a month or of days by time, project, API key, model, end user, label, or
         request.
         """
+
+    @_abc_1.abstractmethod
+    def ListEndUsers(
+        self,
+        request: _end_users_pb2.ListEndUsersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_end_users_pb2.ListEndUsersResponse, _abc.Awaitable[_end_users_pb2.ListEndUsersResponse]]:
+        """Lists the end users of an organization by name, with their usage of the month."""
+
+    @_abc_1.abstractmethod
+    def GetEndUser(
+        self,
+        request: _end_users_pb2.GetEndUserRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_end_users_pb2.GetEndUserResponse, _abc.Awaitable[_end_users_pb2.GetEndUserResponse]]:
+        """Returns one end user with its usage of the month and its limits."""
 
     @_abc_1.abstractmethod
     def GetForecast(

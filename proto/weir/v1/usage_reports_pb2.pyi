@@ -42,7 +42,7 @@ class _UsageGroupingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UsageGr
     USAGE_GROUPING_MODEL: _UsageGrouping.ValueType  # 5
     """A model."""
     USAGE_GROUPING_REQUEST: _UsageGrouping.ValueType  # 6
-    """Single requests, oldest first. Cannot be combined with other groupings."""
+    """Single requests, oldest first unless `latest_first`. Cannot be combined with other groupings."""
     USAGE_GROUPING_END_USER: _UsageGrouping.ValueType  # 7
     """An end user, in the order of their ids. Requests without one are one row, each erased end user
     another.
@@ -68,7 +68,7 @@ USAGE_GROUPING_API_KEY: UsageGrouping.ValueType  # 4
 USAGE_GROUPING_MODEL: UsageGrouping.ValueType  # 5
 """A model."""
 USAGE_GROUPING_REQUEST: UsageGrouping.ValueType  # 6
-"""Single requests, oldest first. Cannot be combined with other groupings."""
+"""Single requests, oldest first unless `latest_first`. Cannot be combined with other groupings."""
 USAGE_GROUPING_END_USER: UsageGrouping.ValueType  # 7
 """An end user, in the order of their ids. Requests without one are one row, each erased end user
 another.
@@ -150,6 +150,7 @@ class GetUsageRequest(_message.Message):
     END_USER_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     LARGEST_FIRST_FIELD_NUMBER: _builtins.int
+    LATEST_FIRST_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of the organization; unknown: NOT_FOUND. Empty: the key's own for a `billing` key,
     all for an `admin` key.
@@ -188,14 +189,16 @@ class GetUsageRequest(_message.Message):
     for a key without LABEL.
     """
     end_user: _builtins.str
-    """Only this end user, by name. Needs an organization. One that is unknown, or was erased, has no
-    usage: an end user exists from its first request on. A name that no request may have:
-    INVALID_ARGUMENT.
+    """Only this end user, by name or id; an erased one has its id only. Needs an organization. One
+    that is unknown has no usage: an end user exists from its first request on. A name that no
+    request may have: INVALID_ARGUMENT.
     """
     largest_first: _builtins.bool
     """The rows with the highest cost first, then in the order of `group_by`. Needs an organization;
     not with REQUEST.
     """
+    latest_first: _builtins.bool
+    """The latest requests first. With REQUEST only; INVALID_ARGUMENT otherwise."""
     @_builtins.property
     def group_by(self) -> _containers.RepeatedScalarFieldContainer[Global___UsageGrouping.ValueType]:
         """Rows are grouped by these, and sorted in this order. At least one; duplicates:
@@ -224,10 +227,11 @@ class GetUsageRequest(_message.Message):
         end_user: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         largest_first: _builtins.bool = ...,
+        latest_first: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "day", b"day", "end_user", b"end_user", "first_day", b"first_day", "group_by", b"group_by", "label_key", b"label_key", "labels", b"labels", "largest_first", b"largest_first", "last_day", b"last_day", "model", b"model", "month", b"month", "organization", b"organization", "page_size", b"page_size", "page_token", b"page_token", "project", b"project"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "day", b"day", "end_user", b"end_user", "first_day", b"first_day", "group_by", b"group_by", "label_key", b"label_key", "labels", b"labels", "largest_first", b"largest_first", "last_day", b"last_day", "latest_first", b"latest_first", "model", b"model", "month", b"month", "organization", b"organization", "page_size", b"page_size", "page_token", b"page_token", "project", b"project"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -515,8 +519,8 @@ class GetOwnUsageRequest(_message.Message):
     for a key without LABEL.
     """
     end_user: _builtins.str
-    """Only this end user, by name, with `project` also in requests of the other keys. One that is
-    unknown, or was erased, has no usage. A name that no request may have: INVALID_ARGUMENT.
+    """Only this end user, by name or id, with `project` also in requests of the other keys. One that
+    is unknown has no usage. A name that no request may have: INVALID_ARGUMENT.
     """
     @_builtins.property
     def group_by(self) -> _containers.RepeatedScalarFieldContainer[Global___UsageGrouping.ValueType]:

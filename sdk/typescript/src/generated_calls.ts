@@ -460,6 +460,12 @@ export interface ListAdjustmentsOptions extends CallOptionsOf {
   readonly undecidedOnly?: boolean | undefined;
 }
 
+/** Options of `getEndUser`. */
+export interface GetEndUserOptions extends CallOptionsOf {
+  /** Name or id of the organization; empty: the key's own. Unknown: NotFound. */
+  readonly organization?: string | undefined;
+}
+
 /** Options of `getForecast`. */
 export interface GetForecastOptions extends CallOptionsOf {
   /** Name or id of the organization; unknown: NotFound. Empty: the key's own. */
@@ -779,26 +785,6 @@ export class AdminCalls extends UnaryClient {
     const method = AdminService.method.overrideQuota;
     const response = await this.connection.call(method, init, options);
     return wire.quotaStatus(response.quota);
-  }
-
-  /**
-   * Returns one end user with its limits.
-   *
-   * @param organization Name or id of the organization. Unknown: NotFound.
-   * @param endUser Name of the end user. Unknown: NotFound.
-   */
-  async getEndUser(
-    organization: string,
-    endUser: string,
-    options: CallOptionsOf = {},
-  ): Promise<EndUserLimits> {
-    const init = defined({
-      organization: organization,
-      endUser: endUser,
-    });
-    const method = AdminService.method.getEndUser;
-    const response = await this.connection.call(method, init, options);
-    return wire.endUserLimits(response);
   }
 
   /**
@@ -1425,6 +1411,24 @@ export class BillingCalls extends UnaryClient {
     const method = BillingService.method.listAdjustments;
     const response = await this.connection.call(method, init, options);
     return response.adjustments.map((each) => wire.adjustment(each));
+  }
+
+  /**
+   * Returns one end user with its usage of the month and its limits.
+   *
+   * @param endUser Name or id of the end user. Unknown: NotFound.
+   */
+  async getEndUser(
+    endUser: string,
+    options: GetEndUserOptions = {},
+  ): Promise<EndUserLimits> {
+    const init = defined({
+      endUser: endUser,
+      organization: options.organization,
+    });
+    const method = BillingService.method.getEndUser;
+    const response = await this.connection.call(method, init, options);
+    return wire.endUserLimits(response);
   }
 
   /**

@@ -175,21 +175,134 @@ export interface AuditEntry {
   readonly afterJson: string;
 }
 
+/** State of an end user. unspecified: newer than this client. */
+export type EndUserState =
+  | "unspecified"
+  | "active"
+  | "archived"
+  | "erased";
+
+/** One limit with its current remainder. */
+export interface QuotaStatus {
+  /**
+   * Server-generated UUID of the quota. Empty for a limit that a selector gives with the first
+   * request.
+   */
+  readonly quotaId: string;
+  /** Owner of the limit. */
+  readonly subject: QuotaSubject;
+  /** UUID of the organization, project, key, end user or value of a label. */
+  readonly subjectId: string;
+  /** Limited model; empty: all models together. */
+  readonly model: string;
+  /** Measure and window. */
+  readonly dimension: QuotaDimension;
+  /** The limit in force now, in requests, tokens or picos by dimension. */
+  readonly limitValue: bigint;
+  /** Usage of this window; 9223372036854775807 for that or more. */
+  readonly usedValue: bigint;
+  /** Held by running requests. */
+  readonly heldValue: bigint;
+  /**
+   * `limit_value` - `used_value` - `held_value`. Negative if the limit is not enforced or was
+   * lowered below the usage.
+   */
+  readonly remainingValue: bigint;
+  /** Time when the window ends and `used_value` resets to zero. Unset for concurrency. */
+  readonly resetTime: Date | undefined;
+  /** Time from now to `reset_time`. Unset for concurrency. */
+  readonly resetDelayMs: number | undefined;
+  /**
+   * Display name: "organization", "organization/project", a key's prefix, the name of an end user,
+   * or "key=value" of a label. In `admitted` and `finished` frames of end users and labels only.
+   */
+  readonly subjectName: string;
+  /** False: shadow mode, counts and reports without refusing. */
+  readonly enforced: boolean;
+  /**
+   * Admissions in this window that shadow mode would have refused. 0 in `admitted` and `finished`
+   * frames.
+   */
+  readonly wouldRefuseCount: number;
+  /**
+   * Thousandths that an uncached input token counts. A request counts in whole tokens, rounded up
+   * once. 0 if the limit does not count such tokens.
+   */
+  readonly inputWeightMilli: number;
+  /** Thousandths that a cached input token counts. 0 if the limit does not count such tokens. */
+  readonly cachedInputWeightMilli: number;
+  /** Thousandths that an output token counts. 0 if the limit does not count such tokens. */
+  readonly outputWeightMilli: number;
+  /** The limit without the temporary override; `limit_value` if there is none. */
+  readonly baseLimitValue: bigint;
+  /** End of the temporary override. Unset if there is none. */
+  readonly overrideEndTime: Date | undefined;
+  /** Reason of the override. Empty if there is none, and in `admitted` and `finished` frames. */
+  readonly overrideReason: string;
+  /**
+   * True if it has the smallest remainder of the enforced limits on its dimension that apply to the
+   * same requests. Only in lists of all limits of one key: GetQuota, Quote, and ListQuotas for a
+   * key.
+   */
+  readonly binding: boolean;
+  /**
+   * An inherited limit, or one on all models, that always runs out before or with this one, so that
+   * this one has no effect. Empty if there is none. Only set where `binding` is.
+   */
+  readonly narrowedByQuotaId: string;
+  /**
+   * The limit is a default: each key created under its subject from then on gets a copy, and
+   * nothing else is limited.
+   */
+  readonly forNewKeys: boolean;
+  /**
+   * Alert thresholds, ascending: percent of `limit_value` used; for prepaid credit, remaining
+   * picos. Empty for a limit without alerts, and in `admitted` and `finished` frames.
+   */
+  readonly alertAt: readonly bigint[];
+  /**
+   * The limit is a selector: it limits nothing itself, and gives a limit to each end user
+   * ("end_user"), or to each value of a label ("label:team"), within its subject. Otherwise empty.
+   */
+  readonly forEach: string;
+  /**
+   * UUID of the organization or project within which the limit of an end user or label counts.
+   * Empty for other subjects.
+   */
+  readonly withinId: string;
+  /**
+   * Display name of that: "organization" or "organization/project". Empty in `admitted` and
+   * `finished` frames.
+   */
+  readonly withinName: string;
+  /** UUID of the selector that gives this limit its terms. Empty if it has terms of its own. */
+  readonly selectorId: string;
+}
+
 /** One user of a customer, as requests name it. */
 export interface EndUser {
   /** Server-generated UUID. */
   readonly endUserId: string;
-  /** The name that requests give it. */
+  /** The name that requests give it. Empty once it is erased. */
   readonly name: string;
   /** Time of its first request, or of its first limit if that came before. */
   readonly createTime: Date | undefined;
   /** Day of its latest request, UTC, such as "2026-11-28"; of `create_time` if there was none. */
   readonly lastUseDay: string;
+  /** Whether it is in use. */
+  readonly state: EndUserState;
   /**
-   * True if it had no request for some weeks. It then does not count towards the maximum of the
-   * organization; its next request changes this.
+   * Exact cost of its requests that were settled in the current month (UTC), posted or not. Unset
+   * in lists without `with_usage`, as are the fields below.
    */
-  readonly archived: boolean;
+  readonly monthCost: Money | undefined;
+  /** Number of these requests. */
+  readonly monthRequestCount: number;
+  /**
+   * The enforced limit of which the largest share is used or held, among its own limits and those
+   * that selectors give it. Unset if it has none.
+   */
+  readonly tightestQuota: QuotaStatus | undefined;
 }
 
 /** Reason why an admitted request ended. UNSPECIFIED: newer than this client. */
@@ -735,103 +848,6 @@ export type Stage =
   | "ENGINE_LOADING"
   | "RUNNING";
 
-/** One limit with its current remainder. */
-export interface QuotaStatus {
-  /**
-   * Server-generated UUID of the quota. Empty for a limit that a selector gives with the first
-   * request.
-   */
-  readonly quotaId: string;
-  /** Owner of the limit. */
-  readonly subject: QuotaSubject;
-  /** UUID of the organization, project, key, end user or value of a label. */
-  readonly subjectId: string;
-  /** Limited model; empty: all models together. */
-  readonly model: string;
-  /** Measure and window. */
-  readonly dimension: QuotaDimension;
-  /** The limit in force now, in requests, tokens or picos by dimension. */
-  readonly limitValue: bigint;
-  /** Usage of this window; 9223372036854775807 for that or more. */
-  readonly usedValue: bigint;
-  /** Held by running requests. */
-  readonly heldValue: bigint;
-  /**
-   * `limit_value` - `used_value` - `held_value`. Negative if the limit is not enforced or was
-   * lowered below the usage.
-   */
-  readonly remainingValue: bigint;
-  /** Time when the window ends and `used_value` resets to zero. Unset for concurrency. */
-  readonly resetTime: Date | undefined;
-  /** Time from now to `reset_time`. Unset for concurrency. */
-  readonly resetDelayMs: number | undefined;
-  /**
-   * Display name: "organization", "organization/project", a key's prefix, the name of an end user,
-   * or "key=value" of a label. In `admitted` and `finished` frames of end users and labels only.
-   */
-  readonly subjectName: string;
-  /** False: shadow mode, counts and reports without refusing. */
-  readonly enforced: boolean;
-  /**
-   * Admissions in this window that shadow mode would have refused. 0 in `admitted` and `finished`
-   * frames.
-   */
-  readonly wouldRefuseCount: number;
-  /**
-   * Thousandths that an uncached input token counts. A request counts in whole tokens, rounded up
-   * once. 0 if the limit does not count such tokens.
-   */
-  readonly inputWeightMilli: number;
-  /** Thousandths that a cached input token counts. 0 if the limit does not count such tokens. */
-  readonly cachedInputWeightMilli: number;
-  /** Thousandths that an output token counts. 0 if the limit does not count such tokens. */
-  readonly outputWeightMilli: number;
-  /** The limit without the temporary override; `limit_value` if there is none. */
-  readonly baseLimitValue: bigint;
-  /** End of the temporary override. Unset if there is none. */
-  readonly overrideEndTime: Date | undefined;
-  /** Reason of the override. Empty if there is none, and in `admitted` and `finished` frames. */
-  readonly overrideReason: string;
-  /**
-   * True if it has the smallest remainder of the enforced limits on its dimension that apply to the
-   * same requests. Only in lists of all limits of one key: GetQuota, Quote, and ListQuotas for a
-   * key.
-   */
-  readonly binding: boolean;
-  /**
-   * An inherited limit, or one on all models, that always runs out before or with this one, so that
-   * this one has no effect. Empty if there is none. Only set where `binding` is.
-   */
-  readonly narrowedByQuotaId: string;
-  /**
-   * The limit is a default: each key created under its subject from then on gets a copy, and
-   * nothing else is limited.
-   */
-  readonly forNewKeys: boolean;
-  /**
-   * Alert thresholds, ascending: percent of `limit_value` used; for prepaid credit, remaining
-   * picos. Empty for a limit without alerts, and in `admitted` and `finished` frames.
-   */
-  readonly alertAt: readonly bigint[];
-  /**
-   * The limit is a selector: it limits nothing itself, and gives a limit to each end user
-   * ("end_user"), or to each value of a label ("label:team"), within its subject. Otherwise empty.
-   */
-  readonly forEach: string;
-  /**
-   * UUID of the organization or project within which the limit of an end user or label counts.
-   * Empty for other subjects.
-   */
-  readonly withinId: string;
-  /**
-   * Display name of that: "organization" or "organization/project". Empty in `admitted` and
-   * `finished` frames.
-   */
-  readonly withinName: string;
-  /** UUID of the selector that gives this limit its terms. Empty if it has terms of its own. */
-  readonly selectorId: string;
-}
-
 /** Quote of a request, if it were started now. */
 export interface Quote {
   /** Tokens of the rendered prompt, or of all texts to embed. */
@@ -1172,17 +1188,6 @@ export interface RotatedApiKey {
   readonly secret: string;
   /** End of validity of the replaced secret. */
   readonly overlapEndTime: Date | undefined;
-}
-
-/** One end user. */
-export interface EndUserLimits {
-  /** The end user. */
-  readonly endUser: EndUser;
-  /**
-   * Its limits within the organization and its projects with their remainders: its own, and those
-   * that selectors give it. Without its requests, those of the first request to come.
-   */
-  readonly quotas: readonly QuotaStatus[];
 }
 
 /** One immutable price version; corrections are later versions. */
@@ -1784,6 +1789,17 @@ export interface MonthReport {
   readonly billingProfile: BillingProfile | undefined;
   /** Completes the rounded amounts of lines and charges: their sum + rounding = total_rounded. */
   readonly rounding: Money | undefined;
+}
+
+/** One end user. */
+export interface EndUserLimits {
+  /** The end user. */
+  readonly endUser: EndUser;
+  /**
+   * Its limits within the organization and its projects with their remainders: its own, and those
+   * that selectors give it. Without its requests, those of the first request to come.
+   */
+  readonly quotas: readonly QuotaStatus[];
 }
 
 /** File format of a report's document. */

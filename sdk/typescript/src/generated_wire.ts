@@ -10,18 +10,14 @@ import {
   ApiKeySchema,
   AuditEntrySchema,
   CreateApiKeyResponseSchema,
-  EndUserSchema,
   EraseEndUserResponseSchema,
-  GetEndUserResponseSchema,
   OrganizationSchema,
   ProjectSchema,
   RotateApiKeyResponseSchema,
   type ApiKey as ApiKeyMessage,
   type AuditEntry as AuditEntryMessage,
   type CreateApiKeyResponse as CreateApiKeyResponseMessage,
-  type EndUser as EndUserMessage,
   type EraseEndUserResponse as EraseEndUserResponseMessage,
-  type GetEndUserResponse as GetEndUserResponseMessage,
   type Organization as OrganizationMessage,
   type Project as ProjectMessage,
   type RotateApiKeyResponse as RotateApiKeyResponseMessage,
@@ -64,6 +60,13 @@ import {
   type ConfigurationViolation as ConfigurationViolationMessage,
   type FieldChange as FieldChangeMessage,
 } from "./gen/weir/v1/configuration_pb.js";
+import {
+  EndUserSchema,
+  EndUserState as EndUserStateMessage,
+  GetEndUserResponseSchema,
+  type EndUser as EndUserMessage,
+  type GetEndUserResponse as GetEndUserResponseMessage,
+} from "./gen/weir/v1/end_users_pb.js";
 import {
   GenerationSchema,
   Generation_State as Generation_StateMessage,
@@ -226,6 +229,7 @@ import {
   type DrainedReplica,
   type EndUser,
   type EndUserLimits,
+  type EndUserState,
   type ErasedEndUser,
   type FieldChange,
   type Generation,
@@ -370,6 +374,41 @@ export function auditEntry(
   };
 }
 
+export function quotaStatus(
+  value: QuotaStatusMessage = create(QuotaStatusSchema),
+): QuotaStatus {
+  return jsonable({
+    quotaId: value.quotaId,
+    subject: word<QuotaSubject>(QuotaSubjectMessage, value.subject),
+    subjectId: value.subjectId,
+    model: value.model,
+    dimension: dimension(value.dimension),
+    limitValue: value.limitValue,
+    usedValue: value.usedValue,
+    heldValue: value.heldValue,
+    remainingValue: value.remainingValue,
+    resetTime: date(value.resetTime),
+    resetDelayMs: durationMs(value.resetDelay),
+    subjectName: value.subjectName,
+    enforced: value.enforced,
+    wouldRefuseCount: count(value.wouldRefuseCount),
+    inputWeightMilli: count(value.inputWeightMilli),
+    cachedInputWeightMilli: count(value.cachedInputWeightMilli),
+    outputWeightMilli: count(value.outputWeightMilli),
+    baseLimitValue: value.baseLimitValue,
+    overrideEndTime: date(value.overrideEndTime),
+    overrideReason: value.overrideReason,
+    binding: value.binding,
+    narrowedByQuotaId: value.narrowedByQuotaId,
+    forNewKeys: value.forNewKeys,
+    alertAt: value.alertAt,
+    forEach: value.forEach,
+    withinId: value.withinId,
+    withinName: value.withinName,
+    selectorId: value.selectorId,
+  });
+}
+
 export function endUser(
   value: EndUserMessage = create(EndUserSchema),
 ): EndUser {
@@ -378,7 +417,10 @@ export function endUser(
     name: value.name,
     createTime: date(value.createTime),
     lastUseDay: value.lastUseDay,
-    archived: value.archived,
+    state: word<EndUserState>(EndUserStateMessage, value.state),
+    monthCost: value.monthCost && money(value.monthCost),
+    monthRequestCount: count(value.monthRequestCount),
+    tightestQuota: value.tightestQuota && quotaStatus(value.tightestQuota),
   };
 }
 
@@ -690,41 +732,6 @@ export function planAssignment(
   };
 }
 
-export function quotaStatus(
-  value: QuotaStatusMessage = create(QuotaStatusSchema),
-): QuotaStatus {
-  return jsonable({
-    quotaId: value.quotaId,
-    subject: word<QuotaSubject>(QuotaSubjectMessage, value.subject),
-    subjectId: value.subjectId,
-    model: value.model,
-    dimension: dimension(value.dimension),
-    limitValue: value.limitValue,
-    usedValue: value.usedValue,
-    heldValue: value.heldValue,
-    remainingValue: value.remainingValue,
-    resetTime: date(value.resetTime),
-    resetDelayMs: durationMs(value.resetDelay),
-    subjectName: value.subjectName,
-    enforced: value.enforced,
-    wouldRefuseCount: count(value.wouldRefuseCount),
-    inputWeightMilli: count(value.inputWeightMilli),
-    cachedInputWeightMilli: count(value.cachedInputWeightMilli),
-    outputWeightMilli: count(value.outputWeightMilli),
-    baseLimitValue: value.baseLimitValue,
-    overrideEndTime: date(value.overrideEndTime),
-    overrideReason: value.overrideReason,
-    binding: value.binding,
-    narrowedByQuotaId: value.narrowedByQuotaId,
-    forNewKeys: value.forNewKeys,
-    alertAt: value.alertAt,
-    forEach: value.forEach,
-    withinId: value.withinId,
-    withinName: value.withinName,
-    selectorId: value.selectorId,
-  });
-}
-
 export function quote(
   value: QuoteResponseMessage = create(QuoteResponseSchema),
 ): Quote {
@@ -910,15 +917,6 @@ export function rotatedApiKey(
     apiKey: apiKey(value.apiKey),
     secret: value.secret,
     overlapEndTime: date(value.overlapEndTime),
-  };
-}
-
-export function endUserLimits(
-  value: GetEndUserResponseMessage = create(GetEndUserResponseSchema),
-): EndUserLimits {
-  return {
-    endUser: endUser(value.endUser),
-    quotas: value.quotas.map((each) => quotaStatus(each)),
   };
 }
 
@@ -1317,6 +1315,15 @@ export function monthReport(
     receiptsRoot: value.receiptsRoot,
     billingProfile: value.billingProfile && billingProfile(value.billingProfile),
     rounding: value.rounding && money(value.rounding),
+  };
+}
+
+export function endUserLimits(
+  value: GetEndUserResponseMessage = create(GetEndUserResponseSchema),
+): EndUserLimits {
+  return {
+    endUser: endUser(value.endUser),
+    quotas: value.quotas.map((each) => quotaStatus(each)),
   };
 }
 

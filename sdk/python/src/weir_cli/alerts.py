@@ -69,15 +69,18 @@ def list_alerts(
             help="Only this organization, by name or id. Default: all that your key may see.",
         ),
     ] = "",
+    end_user: Annotated[
+        str, typer.Option(help="Only alerts on the limits of this end user, by name or id.")
+    ] = "",
     count: Annotated[
         int,
         typer.Option("--count", "-n", min=1, max=100_000, help="Show at most this many alerts."),
     ] = 100,
 ) -> Output:
     """List alerts, the latest first. With a billing key you see those of your organization."""
-    listed = list(
-        islice(client.list_alerts(organization, page_size=min(count, PAGE_SIZE)), count + 1)
-    )
+    size = min(count, PAGE_SIZE)
+    found = client.list_alerts(organization, end_user=end_user, page_size=size)
+    listed = list(islice(found, count + 1))
     has_more, listed = len(listed) > count, listed[:count]
     more = [f"there are earlier ones: give --count more than {count}"] if has_more else []
     return (

@@ -195,7 +195,7 @@ def projects(given: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def end_users(given: Mapping[str, Any]) -> list[tuple[str, str]]:
-    with client_for("admin", "AdminClient", given) as client:
+    with client_for("admin", "BillingClient", given) as client:
         found = client.list_end_users(own_organization(given), page_size=END_USERS_COMPLETED)
         return [(each.name, each.last_use_day) for each in islice(found, END_USERS_COMPLETED)]
 

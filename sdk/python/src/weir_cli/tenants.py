@@ -21,6 +21,7 @@ from weir_cli.connection import (
     OrganizationOption,
     Output,
     admin_client,
+    billing_client,
     calls,
     inference_client,
     organization_or_default,
@@ -30,18 +31,22 @@ from weir_cli.connection import (
 from weir_cli.render import JsonOption, Table, cell_of, fail, note, print_json, table
 from weir_cli.terms import TERMS, option, options_of, restrictions, values_of
 from weir_cli.texts import (
+    ERASED,
     dimension_amount,
     duration_text,
     grouped_dimensions,
     key_state,
     labelled,
+    money_text,
     parse_limit,
     parse_selector,
     parse_span,
+    parse_state,
     parsed,
     quota_owner,
     quota_remarks,
     thresholds_text,
+    tightest_text,
     time_text,
     use_text,
 )
@@ -51,6 +56,7 @@ if TYPE_CHECKING:
     from weir_client import (
         AdminClient,
         ApiKey,
+        BillingClient,
         Client,
         EndUser,
         Organization,
@@ -135,19 +141,23 @@ QUOTAS: Table[QuotaStatus] = Table(
 )
 END_USERS: Table[EndUser] = Table(
     {
-        "end user": "name",
+        "end user": lambda each: each.name or f"{ERASED} {each.end_user_id}",
+        "this month": lambda each: each.month_cost and money_text(each.month_cost),
+        "requests": "month_request_count",
+        "limits used": tightest_text,
         "last used": "last_use_day",
-        "state": lambda each: "archived" if each.archived else "active",
-        "created": "create_time",
+        "first used": lambda each: each.create_time and f"{each.create_time:%Y-%m-%d}",
+        "state": lambda each: each.state.value,
         "id": "end_user_id",
     },
+    right=("this month", "requests"),
     empty="no end users: requests name them, with `end_user` or OpenAI's `user`",
-    drop=("id", "created"),
+    drop=("id", "first used", "state", "requests", "last used"),
 )
 # Of a key's own limits, which it cannot change.
 OWN_QUOTAS = QUOTAS.without("alerts at", "id", empty="no limits apply to this key")
 QUOTAS_OF_ONE = QUOTAS.without("alerts at", empty="no limits apply to this end user")
-END_USERS_PAGE_SIZE = 500
+END_USERS_PAGE_SIZE = 200
 # Whom a limit within an organization or project concerns.
 ONE = {
     "end_user": option(str, "Limits of this end user: your own user, as requests name it."),
@@ -666,30 +676,47 @@ end_users = typer.Typer(help="Show and erase your customers' own users.", no_arg
 
 
 @end_users.command("list")
-@calls(admin_client)
+@calls(billing_client)
 def list_end_users(
-    client: AdminClient,
+    client: BillingClient,
     organization: OrganizationOption = None,
-    prefix: Annotated[str, typer.Option(help="Only names that begin like this.")] = "",
+    prefix: Annotated[
+        str, typer.Option(help="Only names that begin like this, in upper and lower case as given.")
+    ] = "",
+    state: Annotated[
+        str,
+        typer.Option(help="Only those that are active, archived or erased.", metavar="STATE"),
+    ] = "",
     limit: Annotated[int, typer.Option(help="Show at most this many.", min=1, max=100_000)] = 100,
 ) -> Output:
-    """List the end users that requests of an organization have named, by name."""
+    """List the end users of an organization by name, with their usage of this month (UTC).
+
+    The limit shown is the one of which the largest share is used.
+    """
     owner = organization_or_default(organization, client.address)
     size = min(limit + 1, END_USERS_PAGE_SIZE)
-    found = list(islice(client.list_end_users(owner, prefix=prefix, page_size=size), limit + 1))
+    listed = client.list_end_users(
+        owner,
+        prefix=prefix,
+        state=parsed("--state", parse_state, state) if state else None,
+        with_usage=True,
+        page_size=size,
+    )
+    found = list(islice(listed, limit + 1))
     more = [f"more than {limit:,}: narrow them with --prefix, or raise --limit"]
     return found[:limit], END_USERS.of(found[:limit]), *(more if len(found) > limit else [])
 
 
 @end_users.command("show")
-@calls(admin_client)
+@calls(billing_client)
 def show_end_user(
-    client: AdminClient,
-    end_user: Annotated[str, typer.Argument(help="Its name, as requests give it.")],
+    client: BillingClient,
+    end_user: Annotated[str, typer.Argument(help="Its name, as requests give it, or its id.")],
     organization: OrganizationOption = None,
 ) -> Output:
-    """Show an end user: its last day of use, its limits, and their remainders."""
-    found = client.get_end_user(organization_or_default(organization, client.address), end_user)
+    """Show an end user: its usage of this month (UTC), its limits, and their remainders."""
+    owner = organization_or_default(organization, client.address)
+    found = client.get_end_user(end_user, organization=owner)
     about = END_USERS.of([found.end_user])
     return found, about, limits(found.quotas, QUOTAS_OF_ONE)
 

@@ -11,13 +11,14 @@ from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
-from weir_client import Money, QuotaDimension, QuotaSubject
+from weir_client import EndUserState, Money, QuotaDimension, QuotaSubject
 from weir_client.money import minor_digits
 
 if TYPE_CHECKING:
     from weir_client import (
         ApiKey,
         AppliedPrice,
+        EndUser,
         LiveRequest,
         Model,
         Plan,
@@ -128,6 +129,15 @@ def per_million(picos_per_token: int) -> Decimal:
     return Money("", picos_per_token * TOKENS_PER_PRICE).amount
 
 
+def tightest_text(end_user: EndUser) -> str | None:
+    """Say how much of its tightest limit an end user has used, running requests included."""
+    if (quota := end_user.tightest_quota) is None:
+        return None
+    percent = 100 * (quota.used_value + quota.held_value) // (quota.limit_value or 1)
+    on = f" on {quota.model}" if quota.model else ""
+    return f"{percent if quota.limit_value else 100} % of {quota.dimension.value}{on}"
+
+
 def money_text(money: Money) -> str:
     return f"{amount_text(money)} {money.currency_code}"
 
@@ -173,6 +183,14 @@ def labelled(texts: Sequence[str]) -> dict[str, str]:
             )
         pairs[name] = value
     return pairs
+
+
+def parse_state(text: str) -> EndUserState:
+    """Parse the state of an end user. Raises: ValueError."""
+    known = [each for each in EndUserState if each is not EndUserState.UNSPECIFIED]
+    if text not in known:
+        raise ValueError(f"must be {', '.join(known[:-1])} or {known[-1]}, got {text!r}")
+    return EndUserState(text)
 
 
 def parse_selector(text: str) -> str:

@@ -14,7 +14,6 @@ from weir_client.blocking import blocking, blocking_items
 from weir_client.generated_calls import AsyncAdminCalls, BlockingAdminCalls
 from weir_client.generated_values import (
     AuditEntry,
-    EndUser,
     Plan,
     PlanAssignment,
     QuotaStatus,
@@ -69,22 +68,6 @@ class AsyncAdminClient(AsyncAdminCalls):
         """
         request = admin_service_pb2.ListQuotasRequest(api_key=api_key, model=model)
         return await self._list(QuotaStatus, "quotas", self._stub.ListQuotas, request)
-
-    async def _end_user_pages(
-        self, organization: str, *, prefix: str = "", page_size: int = 100
-    ) -> AsyncIterator[list[EndUser]]:
-        """Yield the end users of an organization by name, those that begin with `prefix`."""
-        request = admin_service_pb2.ListEndUsersRequest(
-            organization=organization, prefix=prefix, page_size=page_size
-        )
-        while True:
-            response = await self._call(self._stub.ListEndUsers, request)
-            yield [wire.read(EndUser, each) for each in response.end_users]
-            if not response.next_page_token:
-                return
-            request.page_token = response.next_page_token
-
-    list_end_users = items_of(_end_user_pages)
 
     async def _audit_pages(
         self,
@@ -189,7 +172,6 @@ class AdminClient(BlockingAdminCalls):
     delete_quota = blocking(AsyncAdminClient.delete_quota)
     list_quotas = blocking(AsyncAdminClient.list_quotas)
     list_key_quotas = blocking(AsyncAdminClient.list_key_quotas)
-    list_end_users = blocking_items(AsyncAdminClient._end_user_pages)
     list_audit_entries = blocking_items(AsyncAdminClient._audit_pages)
     simulate_prices = blocking(AsyncAdminClient.simulate_prices)
     create_plan = blocking(AsyncAdminClient.create_plan)

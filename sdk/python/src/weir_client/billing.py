@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Unpack
 
-from weir.v1 import alerts_pb2, months_pb2, resale_pb2, usage_reports_pb2
+from weir.v1 import alerts_pb2, end_users_pb2, months_pb2, resale_pb2, usage_reports_pb2
 
 from weir_client import wire
 from weir_client.blocking import blocking, blocking_items
@@ -14,6 +14,8 @@ from weir_client.generated_calls import AsyncBillingCalls, BlockingBillingCalls
 from weir_client.generated_values import (
     Adjustment,
     Alert,
+    EndUser,
+    EndUserState,
     Invoice,
     MonthExportFormat,
     ResalePrice,
@@ -67,9 +69,10 @@ class AsyncBillingClient(AsyncBillingCalls):
             project: Only this project.
             api_key: Only this key, by prefix or id.
             model: Only this model.
-            end_user: Only this end user, by name.
+            end_user: Only this end user, by name or id.
             labels: Only requests with all these labels.
             largest_first: The rows with the highest cost first.
+            latest_first: The latest requests first, with "request".
             page_size: Rows per page. Default: the server's, 1,000.
             first_day: Instead of a month: the first day, as a date or `YYYY-MM-DD`.
             last_day: The last of these days.
@@ -87,6 +90,33 @@ class AsyncBillingClient(AsyncBillingCalls):
             yield [wire.read(UsagePage, page, has_more=bool(page.next_page_token))]
 
     get_usage = items_of(_usage_pages)
+
+    async def _end_user_pages(
+        self,
+        organization: str = "",
+        *,
+        prefix: str = "",
+        state: EndUserState | None = None,
+        with_usage: bool = False,
+        page_size: int = 0,
+    ) -> AsyncIterator[list[EndUser]]:
+        """Yield the end users of an organization by name, those that begin with `prefix`.
+
+        An empty `organization` means the key's own. `with_usage` reads the cost and the requests of
+        the current month, and the tightest limit of each. Raises: NotFound, InvalidRequest.
+        """
+        request = wire.request(
+            end_users_pb2.ListEndUsersRequest,
+            organization=organization,
+            prefix=prefix,
+            state=state,
+            with_usage=with_usage,
+            page_size=page_size,
+        )
+        async for page in self._pages(self._stub.ListEndUsers, request):
+            yield [wire.read(EndUser, each) for each in page.end_users]
+
+    list_end_users = items_of(_end_user_pages)
 
     async def export_month(
         self,
@@ -126,13 +156,16 @@ class AsyncBillingClient(AsyncBillingCalls):
         return MonthFile(pieces[0].file_name, pieces[0].media_type, content)
 
     async def _alert_pages(
-        self, organization: str = "", *, page_size: int = 0
+        self, organization: str = "", *, end_user: str = "", page_size: int = 0
     ) -> AsyncIterator[list[Alert]]:
         """Yield pages of alerts, latest first. Raises: NotFound, InvalidRequest.
 
-        An empty `organization` means the key's own, or all with an `admin` key.
+        An empty `organization` means the key's own, or all with an `admin` key. `end_user` selects
+        the alerts on the limits of one, by name or id.
         """
-        request = alerts_pb2.ListAlertsRequest(organization=organization, page_size=page_size)
+        request = alerts_pb2.ListAlertsRequest(
+            organization=organization, end_user=end_user, page_size=page_size
+        )
         async for page in self._pages(self._stub.ListAlerts, request):
             yield [wire.read(Alert, each) for each in page.alerts]
 
@@ -218,6 +251,7 @@ class BillingClient(BlockingBillingCalls):
 
     get_invoice = blocking(AsyncBillingClient.get_invoice)
     get_usage = blocking_items(AsyncBillingClient._usage_pages)
+    list_end_users = blocking_items(AsyncBillingClient._end_user_pages)
     export_month = blocking(AsyncBillingClient.export_month)
     export_credit_note = blocking(AsyncBillingClient.export_credit_note)
     list_alerts = blocking_items(AsyncBillingClient._alert_pages)

@@ -17,6 +17,7 @@ from weir.v1 import (
     billing_service_pb2,
     billing_service_pb2_grpc,
     configuration_pb2,
+    end_users_pb2,
     live_requests_pb2,
     months_pb2,
     plans_pb2,
@@ -416,18 +417,6 @@ class AsyncAdminCalls(UnaryClient):
         )
         response = await self._call(self._stub.OverrideQuota, request)
         return wire.read(QuotaStatus, response.quota)
-
-    async def get_end_user(self, organization: str, end_user: str) -> EndUserLimits:
-        """Returns one end user with its limits.
-
-        `organization`: Name or id of the organization. Unknown: NotFound.
-        `end_user`: Name of the end user. Unknown: NotFound.
-        """
-        request = wire.request(
-            admin_service_pb2.GetEndUserRequest, organization=organization, end_user=end_user
-        )
-        response = await self._call(self._stub.GetEndUser, request)
-        return wire.read(EndUserLimits, response)
 
     async def set_price(
         self,
@@ -845,7 +834,6 @@ class BlockingAdminCalls(BlockingUnaryClient):
     list_api_keys = blocking(AsyncAdminCalls.list_api_keys)
     set_quota = blocking(AsyncAdminCalls.set_quota)
     override_quota = blocking(AsyncAdminCalls.override_quota)
-    get_end_user = blocking(AsyncAdminCalls.get_end_user)
     set_price = blocking(AsyncAdminCalls.set_price)
     withdraw_price = blocking(AsyncAdminCalls.withdraw_price)
     list_prices = blocking(AsyncAdminCalls.list_prices)
@@ -1049,6 +1037,18 @@ class AsyncBillingCalls(UnaryClient):
         response = await self._call(self._stub.ListAdjustments, request)
         return [wire.read(Adjustment, each) for each in response.adjustments]
 
+    async def get_end_user(self, end_user: str, *, organization: str = "") -> EndUserLimits:
+        """Returns one end user with its usage of the month and its limits.
+
+        `end_user`: Name or id of the end user. Unknown: NotFound.
+        `organization`: Name or id of the organization; empty: the key's own. Unknown: NotFound.
+        """
+        request = wire.request(
+            end_users_pb2.GetEndUserRequest, end_user=end_user, organization=organization
+        )
+        response = await self._call(self._stub.GetEndUser, request)
+        return wire.read(EndUserLimits, response)
+
     async def get_forecast(self, organization: str = "", month: str = "") -> UsageForecast:
         """Returns the cost of the current month so far, and its forecast.
 
@@ -1130,5 +1130,6 @@ class BlockingBillingCalls(BlockingUnaryClient):
     approve_adjustment = blocking(AsyncBillingCalls.approve_adjustment)
     reject_adjustment = blocking(AsyncBillingCalls.reject_adjustment)
     list_adjustments = blocking(AsyncBillingCalls.list_adjustments)
+    get_end_user = blocking(AsyncBillingCalls.get_end_user)
     get_forecast = blocking(AsyncBillingCalls.get_forecast)
     set_resale_price = blocking(AsyncBillingCalls.set_resale_price)

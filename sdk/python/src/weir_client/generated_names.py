@@ -9,10 +9,10 @@ VALUES = """
 Adjustment AdjustmentState Alert AlertDelivery AlertDeliveryState AlertInvoice AlertKey AlertWebhook
 ApiKey AppliedConfiguration AppliedPrice AuditEntry BillingProfile ChangeAction ClosedMonth
 ConfigurationChange ConfigurationViolation CreatedAlertWebhook CreatedApiKey CreditBalance
-CreditGrant CreditNoteSummary DocumentFormat DrainedReplica EndUser EndUserLimits ErasedEndUser
-FieldChange FinishReason Generation GenerationState Invoice InvoiceLine InvoicePayment KeyChange
-KeyRestrictions KillResult KilledRequest LiveOrganization LiveRequest LiveView Model ModelTask
-ModelVersion Month MonthCharge MonthExportFormat MonthReport MonthReportLine MonthState
+CreditGrant CreditNoteSummary DocumentFormat DrainedReplica EndUser EndUserLimits EndUserState
+ErasedEndUser FieldChange FinishReason Generation GenerationState Invoice InvoiceLine InvoicePayment
+KeyChange KeyRestrictions KillResult KilledRequest LiveOrganization LiveRequest LiveView Model
+ModelTask ModelVersion Month MonthCharge MonthExportFormat MonthReport MonthReportLine MonthState
 MonthVerification Obstacle Organization PaymentState Plan PlanAssignment PlanList PrepaidCredit
 Price PriceList PriceVersion Project QuotaDimension QuotaStatus QuotaSubject Quote Reconciliation
 RecordedRequest RefusedField Replica ReplicaDrain ReplicaList ReplicaState RequestCounts

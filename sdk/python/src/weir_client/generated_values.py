@@ -228,6 +228,97 @@ class AuditEntry(Value):
     """The object after, as JSON; empty if it was removed."""
 
 
+class EndUserState(StrEnum):
+    """State of an end user."""
+
+    UNSPECIFIED = "unspecified"
+    """Not set, or not known to this client."""
+    ACTIVE = "active"
+    """Requests name it."""
+    ARCHIVED = "archived"
+    """No request has named it for some weeks, or none yet. It does not count towards the maximum of
+    the organization; its next request makes it active."""
+    ERASED = "erased"
+    """Its name is erased; its usage is kept under its id."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaStatus(LimitName):
+    """One limit with its current remainder."""
+
+    quota_id: str = ""
+    """Server-generated UUID of the quota. Empty for a limit that a selector gives with the first
+    request."""
+    subject: QuotaSubject = QuotaSubject.UNSPECIFIED
+    """Owner of the limit."""
+    subject_id: str = ""
+    """UUID of the organization, project, key, end user or value of a label."""
+    model: str = ""
+    """Limited model; empty: all models together."""
+    dimension: QuotaDimension = QuotaDimension.UNSPECIFIED
+    """Measure and window."""
+    limit_value: int = 0
+    """The limit in force now, in requests, tokens or picos by dimension."""
+    used_value: int = 0
+    """Usage of this window; 9223372036854775807 for that or more."""
+    held_value: int = 0
+    """Held by running requests."""
+    remaining_value: int = 0
+    """`limit_value` - `used_value` - `held_value`. Negative if the limit is not enforced or was
+    lowered below the usage."""
+    reset_time: datetime | None = None
+    """Time when the window ends and `used_value` resets to zero. Unset for concurrency."""
+    reset_delay_s: float | None = None
+    """Time from now to `reset_time`. Unset for concurrency."""
+    subject_name: str = ""
+    """Display name: "organization", "organization/project", a key's prefix, the name of an end
+    user, or "key=value" of a label. In `admitted` and `finished` frames of end users and labels
+    only."""
+    enforced: bool = True
+    """False: shadow mode, counts and reports without refusing."""
+    would_refuse_count: int = 0
+    """Admissions in this window that shadow mode would have refused. 0 in `admitted` and `finished`
+    frames."""
+    input_weight_milli: int = 0
+    """Thousandths that an uncached input token counts. A request counts in whole tokens, rounded up
+    once. 0 if the limit does not count such tokens."""
+    cached_input_weight_milli: int = 0
+    """Thousandths that a cached input token counts. 0 if the limit does not count such tokens."""
+    output_weight_milli: int = 0
+    """Thousandths that an output token counts. 0 if the limit does not count such tokens."""
+    base_limit_value: int = 0
+    """The limit without the temporary override; `limit_value` if there is none."""
+    override_end_time: datetime | None = None
+    """End of the temporary override. Unset if there is none."""
+    override_reason: str = ""
+    """Reason of the override. Empty if there is none, and in `admitted` and `finished` frames."""
+    binding: bool = False
+    """True if it has the smallest remainder of the enforced limits on its dimension that apply to
+    the same requests. Only in lists of all limits of one key: GetQuota, Quote, and ListQuotas for a
+    key."""
+    narrowed_by_quota_id: str = ""
+    """An inherited limit, or one on all models, that always runs out before or with this one, so
+    that this one has no effect. Empty if there is none. Only set where `binding` is."""
+    for_new_keys: bool = False
+    """The limit is a default: each key created under its subject from then on gets a copy, and
+    nothing else is limited."""
+    alert_at: tuple[int, ...] = ()
+    """Alert thresholds, ascending: percent of `limit_value` used; for prepaid credit, remaining
+    picos. Empty for a limit without alerts, and in `admitted` and `finished` frames."""
+    for_each: str = ""
+    """The limit is a selector: it limits nothing itself, and gives a limit to each end user
+    ("end_user"), or to each value of a label ("label:team"), within its subject. Otherwise
+    empty."""
+    within_id: str = ""
+    """UUID of the organization or project within which the limit of an end user or label counts.
+    Empty for other subjects."""
+    within_name: str = ""
+    """Display name of that: "organization" or "organization/project". Empty in `admitted` and
+    `finished` frames."""
+    selector_id: str = ""
+    """UUID of the selector that gives this limit its terms. Empty if it has terms of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class EndUser(Value):
     """One user of a customer, as requests name it."""
@@ -235,14 +326,21 @@ class EndUser(Value):
     end_user_id: str = ""
     """Server-generated UUID."""
     name: str = ""
-    """The name that requests give it."""
+    """The name that requests give it. Empty once it is erased."""
     create_time: datetime | None = None
     """Time of its first request, or of its first limit if that came before."""
     last_use_day: str = ""
     """Day of its latest request, UTC, such as "2026-11-28"; of `create_time` if there was none."""
-    archived: bool = False
-    """True if it had no request for some weeks. It then does not count towards the maximum of the
-    organization; its next request changes this."""
+    state: EndUserState = EndUserState.UNSPECIFIED
+    """Whether it is in use."""
+    month_cost: Money | None = None
+    """Exact cost of its requests that were settled in the current month (UTC), posted or not. Unset
+    in lists without `with_usage`, as are the fields below."""
+    month_request_count: int = 0
+    """Number of these requests."""
+    tightest_quota: QuotaStatus | None = None
+    """The enforced limit of which the largest share is used or held, among its own limits and those
+    that selectors give it. Unset if it has none."""
 
 
 class FinishReason(StrEnum):
@@ -847,83 +945,6 @@ class Stage(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class QuotaStatus(LimitName):
-    """One limit with its current remainder."""
-
-    quota_id: str = ""
-    """Server-generated UUID of the quota. Empty for a limit that a selector gives with the first
-    request."""
-    subject: QuotaSubject = QuotaSubject.UNSPECIFIED
-    """Owner of the limit."""
-    subject_id: str = ""
-    """UUID of the organization, project, key, end user or value of a label."""
-    model: str = ""
-    """Limited model; empty: all models together."""
-    dimension: QuotaDimension = QuotaDimension.UNSPECIFIED
-    """Measure and window."""
-    limit_value: int = 0
-    """The limit in force now, in requests, tokens or picos by dimension."""
-    used_value: int = 0
-    """Usage of this window; 9223372036854775807 for that or more."""
-    held_value: int = 0
-    """Held by running requests."""
-    remaining_value: int = 0
-    """`limit_value` - `used_value` - `held_value`. Negative if the limit is not enforced or was
-    lowered below the usage."""
-    reset_time: datetime | None = None
-    """Time when the window ends and `used_value` resets to zero. Unset for concurrency."""
-    reset_delay_s: float | None = None
-    """Time from now to `reset_time`. Unset for concurrency."""
-    subject_name: str = ""
-    """Display name: "organization", "organization/project", a key's prefix, the name of an end
-    user, or "key=value" of a label. In `admitted` and `finished` frames of end users and labels
-    only."""
-    enforced: bool = True
-    """False: shadow mode, counts and reports without refusing."""
-    would_refuse_count: int = 0
-    """Admissions in this window that shadow mode would have refused. 0 in `admitted` and `finished`
-    frames."""
-    input_weight_milli: int = 0
-    """Thousandths that an uncached input token counts. A request counts in whole tokens, rounded up
-    once. 0 if the limit does not count such tokens."""
-    cached_input_weight_milli: int = 0
-    """Thousandths that a cached input token counts. 0 if the limit does not count such tokens."""
-    output_weight_milli: int = 0
-    """Thousandths that an output token counts. 0 if the limit does not count such tokens."""
-    base_limit_value: int = 0
-    """The limit without the temporary override; `limit_value` if there is none."""
-    override_end_time: datetime | None = None
-    """End of the temporary override. Unset if there is none."""
-    override_reason: str = ""
-    """Reason of the override. Empty if there is none, and in `admitted` and `finished` frames."""
-    binding: bool = False
-    """True if it has the smallest remainder of the enforced limits on its dimension that apply to
-    the same requests. Only in lists of all limits of one key: GetQuota, Quote, and ListQuotas for a
-    key."""
-    narrowed_by_quota_id: str = ""
-    """An inherited limit, or one on all models, that always runs out before or with this one, so
-    that this one has no effect. Empty if there is none. Only set where `binding` is."""
-    for_new_keys: bool = False
-    """The limit is a default: each key created under its subject from then on gets a copy, and
-    nothing else is limited."""
-    alert_at: tuple[int, ...] = ()
-    """Alert thresholds, ascending: percent of `limit_value` used; for prepaid credit, remaining
-    picos. Empty for a limit without alerts, and in `admitted` and `finished` frames."""
-    for_each: str = ""
-    """The limit is a selector: it limits nothing itself, and gives a limit to each end user
-    ("end_user"), or to each value of a label ("label:team"), within its subject. Otherwise
-    empty."""
-    within_id: str = ""
-    """UUID of the organization or project within which the limit of an end user or label counts.
-    Empty for other subjects."""
-    within_name: str = ""
-    """Display name of that: "organization" or "organization/project". Empty in `admitted` and
-    `finished` frames."""
-    selector_id: str = ""
-    """UUID of the selector that gives this limit its terms. Empty if it has terms of its own."""
-
-
-@dataclass(frozen=True, slots=True)
 class Quote(Value):
     """Quote of a request, if it were started now."""
 
@@ -1106,7 +1127,8 @@ class UsageGrouping(StrEnum):
     MODEL = "model"
     """A model."""
     REQUEST = "request"
-    """Single requests, oldest first. Cannot be combined with other groupings."""
+    """Single requests, oldest first unless `latest_first`. Cannot be combined with other
+    groupings."""
     END_USER = "end_user"
     """An end user, in the order of their ids. Requests without one are one row, each erased end
     user another."""
@@ -1251,17 +1273,6 @@ class RotatedApiKey(Value):
     """The new secret. It is returned only once: empty if this repeats a call."""
     overlap_end_time: datetime | None = None
     """End of validity of the replaced secret."""
-
-
-@dataclass(frozen=True, slots=True)
-class EndUserLimits(Value):
-    """One end user."""
-
-    end_user: EndUser
-    """The end user."""
-    quotas: tuple[QuotaStatus, ...] = ()
-    """Its limits within the organization and its projects with their remainders: its own, and those
-    that selectors give it. Without its requests, those of the first request to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1937,6 +1948,17 @@ class MonthReport(Value):
     a profile."""
     rounding: Money | None = None
     """Completes the rounded amounts of lines and charges: their sum + rounding = total_rounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndUserLimits(Value):
+    """One end user."""
+
+    end_user: EndUser
+    """The end user."""
+    quotas: tuple[QuotaStatus, ...] = ()
+    """Its limits within the organization and its projects with their remainders: its own, and those
+    that selectors give it. Without its requests, those of the first request to come."""
 
 
 class DocumentFormat(StrEnum):

@@ -116,6 +116,7 @@ class UsageOptions(TypedDict, total=False):
     end_user: str
     labels: Mapping[str, str]
     largest_first: bool
+    latest_first: bool
 
 
 class AttachOptions(TypedDict, total=False):
