@@ -7,7 +7,7 @@ Each RPC requires an admin key and is one transaction; client-made ids make retr
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -52,6 +52,7 @@ from metering.alerts.alerts import find_alert
 from metering.core import audit
 from metering.core.models import AuditEntry
 from metering.invoicing.invoice_document import Issuer
+from metering.quotas.quota_states import subject_names
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
 from metering.tenants.api_keys import list_api_keys, subject_ids
@@ -114,18 +115,28 @@ async def audit_entries(
     start_time: datetime | None = None,
     end_time: datetime | None = None,
     **filters: Any,
-) -> Sequence[AuditEntry]:
-    """List entries of the audit log. `subject` names what they are about."""
+) -> Sequence[tuple[AuditEntry, Mapping[str, str]]]:
+    """List entries of the audit log, each with the names of what it refers to, by id.
+
+    `subject` names what they are about.
+    """
     ids = await subject_ids(session, subject) if subject else None
-    return await audit.list_audit_entries(
+    entries = await audit.list_audit_entries(
         session, subject_ids=ids, start_at=start_time, end_at=end_time, **filters
     )
+    known = [audit.referred_ids(entry) for entry in entries]
+    names = await subject_names(session, set().union(*known))
+    return [
+        (entry, {str(each): names[each] for each in ids if names.get(each)})
+        for entry, ids in zip(entries, known, strict=True)
+    ]
 
 
-def audit_message(entry: AuditEntry) -> pb.AuditEntry:
+def audit_message(named: tuple[AuditEntry, Mapping[str, str]]) -> pb.AuditEntry:
+    entry, names = named
     before, after = (json_text(each, sort_keys=True) for each in (entry.before, entry.after))
     return wire.message_of(
-        pb.AuditEntry, entry, entry_id=entry.id, before_json=before, after_json=after
+        pb.AuditEntry, entry, entry_id=entry.id, before_json=before, after_json=after, names=names
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Collection, Sequence
 from datetime import date, datetime
@@ -87,6 +88,17 @@ async def list_audit_entries(
     if end_at is not None:
         query = query.where(AuditEntry.created_at < end_at)
     return (await session.scalars(query)).all()
+
+
+def referred_ids(entry: AuditEntry) -> set[uuid.UUID]:
+    """Collect the ids of the object of an entry and of its owners, before and after the change."""
+    states = [state for state in (entry.before, entry.after) if isinstance(state, dict)]
+    texts = [entry.subject_id, *(state.get(each) for state in states for each in OWNER_COLUMNS)]
+    found = set()
+    for each in texts:
+        with contextlib.suppress(ValueError):
+            found.add(uuid.UUID(str(each)))
+    return found
 
 
 def _json_value(value: object) -> object:

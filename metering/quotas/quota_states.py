@@ -39,8 +39,8 @@ from metering.tenants.tenants import as_uuid, find_organization
 
 SUBJECT_ORDER = list(QuotaSubject)
 DIMENSION_ORDER = list(QuotaDimension)
-# Limits that are set one by one, by the index `ix_quotas_listed` on the organization, project or key
-# within which they count. The others may be as many as there are end users.
+# Limits that are set one by one: the index `ix_quotas_listed` finds them by the organization,
+# project or key within which they count. The others may be as many as there are end users.
 LISTED = text("quotas.selector_id IS NULL AND quotas.subject <> 'end_user'")
 
 

@@ -76,6 +76,24 @@ test("foreign text cannot hide or turn", () => {
   assert.equal(format.plain("<img src=x onerror=alert(1)>"), "<img src=x onerror=alert(1)>");
 });
 
+test("emoji may be joined, and nothing else", () => {
+  for (const family of ["\u{1f469}\u200d\u{1f467}", "\u{1f469}\u{1f3fd}\u200d\u2695\ufe0f", "\u2764\ufe0f\u200d\u{1f525}"]) assert.equal(format.plain(family), family);
+  assert.equal(format.plain("al\u200dice\u200d"), "al\ufffdice\ufffd");
+  assert.equal(format.plain("\u{1f469}\u200dx"), "\u{1f469}\ufffdx");
+});
+
+test("an argument of a command is quoted, whatever it contains", () => {
+  const shown = ["alice", "a b", "it's", "$(rm)", "--yes", "a\nb"].map(format.quoted);
+  assert.deepEqual(shown, ["alice", "'a b'", "'it'\\''s'", "'$(rm)'", "'--yes'", "'a\ufffdb'"]);
+});
+
+test("a share of a limit is rounded down, and exact", () => {
+  assert.equal(format.percentOf("800", "39", "1000"), "83");
+  assert.equal(format.percentOf("9223372036854775806", undefined, "9223372036854775807"), "99");
+  assert.equal(format.percentOf(undefined, undefined, "0"), "100");
+  assert.equal(format.percentOf("3000", "0", "2"), "150,000");
+});
+
 test("who cannot be reached is asked less often, up to a minute", () => {
   assert.deepEqual([0, 1, 2, 5, 99].map((failures) => format.backedOff(2000, failures)), [2000, 4000, 8000, 60000, 60000]);
 });

@@ -78,10 +78,11 @@ def test_all_files_are_in_the_wheel() -> None:
     assert all(path.is_file() for path in STATIC.iterdir()), "folders below it would stay behind"
 
 
-def test_the_modules_format_exactly() -> None:
+@pytest.mark.parametrize("name", ["console_format", "console_pages"])
+def test_the_modules_format_exactly_and_show_text_as_text(name: str) -> None:
     if (node := shutil.which("node")) is None:
         pytest.skip("Node.js is not installed")
-    tests = Path(__file__).with_name("console_format.test.mjs")
+    tests = Path(__file__).with_name(f"{name}.test.mjs")
 
     done = subprocess.run(
         [node, "--test", "--test-reporter=tap", tests],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,9 @@ WHERE seq_tup_read + idx_tup_fetch > 0
 """)
 
 
-async def rows_read(session: AsyncSession) -> dict[str, int]:
-    """Return the number of rows that the present transaction has read so far, by table."""
-    return {row.relname: int(row.read) for row in await session.execute(ROWS_READ)}
+async def rows_read(session: AsyncSession) -> Counter[str]:
+    """Return the number of rows that the session's connection has read, by table.
+
+    It grows while statistics are not flushed, which a transaction never does: compare two of one.
+    """
+    return Counter({row.relname: int(row.read) for row in await session.execute(ROWS_READ)})

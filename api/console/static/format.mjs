@@ -154,8 +154,8 @@ export function dimensionWords(dimension) {
   return words(dimension, "QUOTA_DIMENSION_").replace(" picos", "");
 }
 
-// Control characters and direction marks, which could disguise a name.
-const UNSEEN = /[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
+// Control characters and direction marks, which could disguise a name. Emoji are joined by one of them.
+const UNSEEN = /(?<![\p{Extended_Pictographic}\p{Emoji_Modifier}\ufe0f])\u200d|\u200d(?!\p{Extended_Pictographic})|[\u0000-\u001f\u007f-\u009f\u200b\u200c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]/gu;
 
 // Untrusted text on one line, with invisible characters escaped.
 export function plain(text) {

@@ -1405,6 +1405,26 @@ class AuditEntry(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class NamesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ENTRY_ID_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     ACTOR_FIELD_NUMBER: _builtins.int
@@ -1412,6 +1432,7 @@ class AuditEntry(_message.Message):
     SUBJECT_ID_FIELD_NUMBER: _builtins.int
     BEFORE_JSON_FIELD_NUMBER: _builtins.int
     AFTER_JSON_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
     entry_id: _builtins.int
     """Increases with time, so that it orders entries and begins the next page."""
     actor: _builtins.str
@@ -1428,6 +1449,12 @@ class AuditEntry(_message.Message):
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """Time of the change."""
 
+    @_builtins.property
+    def names(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Display names of the organizations, projects, keys, end users and labels that the entry refers
+        to, by id, as they are now. An erased end user has none.
+        """
+
     def __init__(
         self,
         *,
@@ -1438,10 +1465,11 @@ class AuditEntry(_message.Message):
         subject_id: _builtins.str = ...,
         before_json: _builtins.str = ...,
         after_json: _builtins.str = ...,
+        names: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "actor", b"actor", "after_json", b"after_json", "before_json", b"before_json", "create_time", b"create_time", "entry_id", b"entry_id", "subject_id", b"subject_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "actor", b"actor", "after_json", b"after_json", "before_json", b"before_json", "create_time", b"create_time", "entry_id", b"entry_id", "names", b"names", "subject_id", b"subject_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

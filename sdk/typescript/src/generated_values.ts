@@ -173,6 +173,11 @@ export interface AuditEntry {
   readonly beforeJson: string;
   /** The object after, as JSON; empty if it was removed. */
   readonly afterJson: string;
+  /**
+   * Display names of the organizations, projects, keys, end users and labels that the entry refers
+   * to, by id, as they are now. An erased end user has none.
+   */
+  readonly names: Readonly<Record<string, string>>;
 }
 
 /** State of an end user. unspecified: newer than this client. */

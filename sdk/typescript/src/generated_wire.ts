@@ -371,6 +371,7 @@ export function auditEntry(
     subjectId: value.subjectId,
     beforeJson: value.beforeJson,
     afterJson: value.afterJson,
+    names: value.names,
   };
 }
 

@@ -226,6 +226,9 @@ class AuditEntry(Value):
     """The object before, as JSON; empty if it did not exist."""
     after_json: str = ""
     """The object after, as JSON; empty if it was removed."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Display names of the organizations, projects, keys, end users and labels that the entry
+    refers to, by id, as they are now. An erased end user has none."""
 
 
 class EndUserState(StrEnum):
