@@ -27,8 +27,10 @@ import aiohttp
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
+from sqlalchemy import update
 
 from infra.architecture import ROOT
+from metering.core.models import UsageSubject
 from metering.pricing.prices import get_price
 from metering.store.db import create_engine, create_sessions
 from metering.store.embedded_postgres import EmbeddedPostgres
@@ -50,7 +52,9 @@ PAGES = {
     "overview": ("decode", "#/overview"),
     "usage": ("By day", "#/usage?org=hotel-search"),
     "limits": ("0.01", "#/limits?org=hotel-search"),
+    "end-users": ("zoe", "#/end-users?org=hotel-search"),
 }
+END_USERS = ("alice", "bob", "li.wei", "maria@example.com", "team-berlin", "tenant/0042", "zoe")
 TERMINAL = """<body style="margin:0;background:#0c1021;display:inline-block"><pre style="margin:0;
 padding:16px 20px;color:#f8f8f2;font:14px/1.35 'DejaVu Sans Mono',monospace">{}</pre></body>"""
 
@@ -135,7 +139,11 @@ async def add_past_usage(server: Server, prefix: str) -> None:
             for _ in range(dice.randrange(2, 9) if day.weekday() < 5 else 1)
         ]
         price = await get_price(session, 1)  # that `weir up` set for the demo model
-        await add_usage(session, Customer(organization.id, "hotel-search", key, ""), price, used)
+        customer = Customer(organization.id, "hotel-search", key, "")
+        for number, name in enumerate(END_USERS):
+            share = used[number :: len(END_USERS)]
+            await add_usage(session, customer, price, share, end_user=name)
+        await session.execute(update(UsageSubject).values(archived_at=None))
     await engine.dispose()
 
 
@@ -150,6 +158,8 @@ def prepare(server: Server) -> list[str]:
         server.weir("quota", "set", "tokens-per-month", "20000", "--org", name)
         server.weir("quota", "set", "cost-per-month", "0.01", "--org", name)
     asyncio.run(add_past_usage(server, keys[1][:11]))
+    for limit in (("cost-per-month", "6.00"), ("tokens-per-day", "50000")):
+        server.weir("quota", "set", *limit, "--org", "hotel-search", "--each", "end-user")
     return keys
 
 
@@ -270,7 +280,10 @@ def main() -> None:
         long = ("--min-output-tokens", "1500", "--max-output-tokens", "1600")
         many = ("--choices", "8", "--temperature", "1")
         requests = [
-            server.start("generate", "Hello", *long, *many, "--api-key", keys[number % len(keys)])
+            server.start(
+                *("generate", "Hello", *long, *many, "--api-key", keys[number % len(keys)]),
+                *("--end-user", END_USERS[number]),
+            )
             for number in range(RUNNING)
         ]
         asyncio.run(take(server, terminal))

@@ -116,10 +116,7 @@ async def audit_entries(
     end_time: datetime | None = None,
     **filters: Any,
 ) -> Sequence[tuple[AuditEntry, Mapping[str, str]]]:
-    """List entries of the audit log, each with the names of what it refers to, by id.
-
-    `subject` names what they are about.
-    """
+    """List entries of the audit log about a subject, each with the display names of ids in it."""
     ids = await subject_ids(session, subject) if subject else None
     entries = await audit.list_audit_entries(
         session, subject_ids=ids, start_at=start_time, end_at=end_time, **filters

@@ -33,6 +33,7 @@ const { table } = await import("../../api/console/static/dom.mjs");
 const { listColumns } = await import("../../api/console/static/end-users.mjs");
 
 const { auditColumns } = await import("../../api/console/static/audit.mjs");
+const { limitColumns } = await import("../../api/console/static/limits.mjs");
 const { View } = await import("../../api/console/static/view.mjs");
 
 const ID = "6c0b2f8e-7d2a-4b1e-9d55-0a5f2f3c4d5e";
@@ -86,4 +87,14 @@ test("the audit log names what an entry refers to, as text", () => {
   assert.ok(second.content.includes("subject_id: \u2014 \u2192 <b>alice</b> (u1)"));
   assert.equal(second.all("b").length, 0);
   assert.ok(third.content.includes("demo7") && fourth.content.includes(ID) && fifth.content.includes("constructor1 field"));
+});
+
+test("a selector says for whom it is, and has nothing used", () => {
+  const [selector, own] = [{ forEach: "label:<i>" }, { selectorId: "s" }].map((more) => ({
+    quotaId: "q", subject: "QUOTA_SUBJECT_ORGANIZATION", subjectName: "acme", dimension: "QUOTA_DIMENSION_TOKENS_PER_DAY", limitValue: "77", remainingValue: "55", enforced: true, ...more,
+  }));
+  const [first, second] = [selector, own].map((each) => table("Limits", limitColumns("USD"), [each]));
+  assert.ok(first.content.includes("each label <i> of organizationacme") && first.content.includes("77"));
+  assert.ok(!first.content.includes("55") && second.content.includes("55") && second.content.includes("by selector"));
+  assert.equal(first.all("i").length, 0);
 });

@@ -1,4 +1,4 @@
-"""End users over gRPC and in the console: who may see whom, and names that a browser must not obey."""
+"""End users over gRPC and in the console: access, and hostile names."""
 
 from __future__ import annotations
 

@@ -314,7 +314,8 @@ async def test_requests_of_an_end_user_are_listed_from_the_latest_in_pages(acme:
             Groups((Grouping.REQUEST,)),
             Groups((Grouping.REQUEST,), latest_first=True),
         ):
-            found, token = [], ""
+            found: list[Any] = []
+            token = ""
             while token or not found:
                 page = await usage_page(session, of, groups, page_size=2, token=token)
                 found, token = [*found, *page.rows], page.next_token

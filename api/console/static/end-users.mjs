@@ -103,7 +103,7 @@ async function onePage(view) {
     usageTiles(total, currency),
     usage.nextPageToken && remark("warning", `These are the first ${count(ROWS_MAX)} days of a model: choose a shorter time for all of them.`),
     h("h2", {}, "Limits"),
-    table("Limits of this end user", limitColumns(currency), quotas, { empty: "No limits apply to this end user.", key: (each) => each.quotaId || `${each.withinId} ${each.dimension} ${each.model}` }),
+    table("Limits of this end user", limitColumns(currency, column("Within", (each) => each.withinName)), quotas, { empty: "No limits apply to this end user.", key: (each) => each.quotaId || `${each.withinId} ${each.dimension} ${each.model}` }),
     dayAndModelParts(rows, total, { days, title, what, currency }),
     h("h2", {}, "By project and key"),
     byKey.error ? problem(byKey.error) : usageTable("Usage by project and key", "Project and key", grouped(byKey.rows ?? [], keyName), total, currency),

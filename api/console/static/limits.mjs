@@ -2,7 +2,7 @@
 
 import { badge, choice, column, command, h, swap, table, time } from "./dom.mjs";
 import { meter } from "./chart.mjs";
-import { count, dimensionWords, isMoney, limitValue, secondsOf, wait, words } from "./format.mjs";
+import { count, dimensionWords, isMoney, limitValue, plain, secondsOf, wait, words } from "./format.mjs";
 import { asOf } from "./view.mjs";
 
 const REFRESH_MS = 5000;
@@ -38,16 +38,28 @@ export const limits = {
   },
 };
 
-export const limitColumns = (currency) => [
+const owner = column("Set on", (each) => [
+  each.forNewKeys ? "new keys of " : each.forEach ? `each ${eachWords(each.forEach)} of ` : "", words(each.subject, "QUOTA_SUBJECT_"), h("br"),
+  h("span", { class: "note" }, h("bdi", { class: "name" }, each.subjectName ?? ""), each.withinName && ` of ${plain(each.withinName)}`)]);
+
+// A selector limits nothing itself: it has terms, and nothing used.
+const counted = (each, shown) => (each.forEach ? "" : shown());
+
+function eachWords(forEach) {
+  return forEach === "end_user" ? "end user" : plain(forEach.replace(":", " "));
+}
+
+// Columns of limits, with the one that says whom they concern.
+export const limitColumns = (currency, whose = owner) => [
   column("Limit of", (each) => [dimensionWords(each.dimension), each.model ? ` on ${each.model}` : "", remarksOf(each)]),
-  column("Set on", (each) => [each.forNewKeys ? "new keys of " : "", words(each.subject, "QUOTA_SUBJECT_"), h("br"), h("span", { class: "note" }, each.subjectName ?? "")]),
-  column("Usage", (each) => meter(each.usedValue, each.heldValue, each.limitValue)),
-  column("Used", (each) => limitValue(each.dimension, each.usedValue), true),
-  column("Held", (each) => limitValue(each.dimension, each.heldValue), true),
-  column("Left", (each) => limitValue(each.dimension, each.remainingValue), true),
+  whose,
+  column("Usage", (each) => counted(each, () => meter(each.usedValue, each.heldValue, each.limitValue))),
+  column("Used", (each) => counted(each, () => limitValue(each.dimension, each.usedValue)), true),
+  column("Held", (each) => counted(each, () => limitValue(each.dimension, each.heldValue)), true),
+  column("Left", (each) => counted(each, () => limitValue(each.dimension, each.remainingValue)), true),
   column("Limit", (each) => limitValue(each.dimension, each.limitValue), true),
   column("Unit", (each) => unitOf(each.dimension, currency)),
-  column("Resets", (each) => each.resetTime ? [`in ${wait(secondsOf(each.resetDelay))}`, h("div", { class: "note" }, time(each.resetTime))] : "as requests end"),
+  column("Resets", (each) => counted(each, () => (each.resetTime ? [`in ${wait(secondsOf(each.resetDelay))}`, h("div", { class: "note" }, time(each.resetTime))] : "as requests end"))),
 ];
 
 function unitOf(dimension, currency) {
@@ -59,6 +71,7 @@ function remarksOf(each) {
   const remarks = [];
   if (each.binding) remarks.push(badge("most restrictive", "warning"));
   if (each.narrowedByQuotaId) remarks.push(badge("ineffective: a higher-level limit is lower"));
+  if (each.selectorId) remarks.push(badge("by selector"));
   if (!each.enforced) remarks.push(badge(`shadow mode, would have refused ${count(each.wouldRefuseCount)}`));
   const weights = [each.inputWeightMilli, each.cachedInputWeightMilli, each.outputWeightMilli].map((weight) => Number(weight ?? 0));
   if (weights.some((weight) => weight) && new Set([...weights, 1000]).size > 1) {

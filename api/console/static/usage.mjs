@@ -6,7 +6,7 @@ import { choice, column, command, h, remark, swap, table, tile, tiles } from "./
 import { brief, count, dayOf, daysBetween, daysOf, decimal, minorDigits, money, monthOf, picosOf, places, plain, quoted, whole } from "./format.mjs";
 import { problem } from "./view.mjs";
 
-const USAGE = "BillingService/GetUsage", OWN = "InferenceService/GetOwnUsage", FORECAST = "BillingService/GetForecast";
+const USAGE = "BillingService/GetUsage", OWN = "InferenceService/GetOwnUsage", FORECAST = "BillingService/GetForecast", END_USER = "BillingService/GetEndUser";
 const PICOS = 12, ROWS_MAX = 10000, OWN_MONTHS = 4; // months that a key without billing can choose
 const RANGES = [["7", "Last 7 days"], ["30", "Last 30 days"], ["90", "Last 90 days"], ["days", "Other days"]];
 const GROUP_BY = ["USAGE_GROUPING_DAY", "USAGE_GROUPING_MODEL"];
@@ -154,9 +154,16 @@ async function otherPart(view, isOwn, asked, currency) {
 // Name of a row; that of an end user or a label leads to its usage alone.
 function nameCell(view, by, { name, row }) {
   if (!row) return name;
+  if (by === "end_user" && row.endUserId && view.may(END_USER)) return h("a", { href: endUserAddress(view, row.endUserId) }, h("bdi", { class: "name" }, name));
   if (by === "end_user" && row.endUser) return h("a", { href: view.address({ end_user: row.endUser, by: "", page: "" }) }, name);
   if (by !== "label" || row.labelValue === undefined) return name;
   return h("a", { href: view.address({ label: `${view.params.get("label_key")}=${row.labelValue}`, by: "", page: "" }) }, name || "(empty)");
+}
+
+// Page of an end user, for the same time.
+function endUserAddress(view, user) {
+  const kept = ["org", "month", "range", "from", "to", "show"].map((name) => [name, view.params.get(name) ?? ""]).filter(([, value]) => value);
+  return `#/end-users?${new URLSearchParams([...kept, ["user", user]])}`;
 }
 
 // Choice between the key and its project, whose sum a key of some models only may not see.
