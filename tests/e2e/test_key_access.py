@@ -54,6 +54,7 @@ SHOWN_TO_THEIR_OWNER = {
         "GetInvoice",
         "ListAdjustments",
     ),
+    *("ListEndUsers", "GetEndUser"),
     *("ListAlerts", "ListMonths", "ListReceipts", "GetReceiptMonth", "GetReconciliation"),
 }
 
@@ -191,6 +192,7 @@ def requests_for(method: MethodDescriptor, victim: Victim) -> list[Any]:
     }
     present = {"month": f"{datetime.now(UTC):%Y-%m}"}
     others: list[dict[str, str]] = [{}, by_id, {"organization": ""}, by_id | present]
+    others.append({"end_user": ""})  # alerts of all limits
     if "first_day" in method.input_type.fields_by_name:
         day = f"{PAST:%Y-%m-%d}"
         others.append(by_id | {"month": "", "first_day": day, "last_day": day})
