@@ -60,6 +60,7 @@ PAGED = {
     "list_audit_entries": "_audit_pages",
     "get_usage": "_usage_pages",
     "list_alerts": "_alert_pages",
+    "list_end_users": "_end_user_pages",
     "list_resale_prices": "_resale_price_pages",
     "list_resale_statements": "_resale_statement_pages",
 }

@@ -9,7 +9,6 @@ import { PlanConfigurationSchema, SimulatePricesRequestSchema } from "./gen/weir
 import { AdminCalls } from "./generated_calls.js";
 import type {
   AuditEntry,
-  EndUser,
   Plan,
   PlanAssignment,
   QuotaStatus,
@@ -109,26 +108,6 @@ export class AdminClient extends AdminCalls {
     const { listQuotas } = AdminService.method;
     const response = await this.connection.call(listQuotas, { apiKey, model }, options);
     return response.quotas.map((each) => wire.quotaStatus(each));
-  }
-
-  /**
-   * Yields the end users of an organization, by name.
-   *
-   * @param options.prefix selects names that begin with it.
-   */
-  async *listEndUsers(
-    organization: string,
-    options: CallOptionsOf & { readonly prefix?: string; readonly pageSize?: number } = {},
-  ): AsyncGenerator<EndUser, void, void> {
-    const { prefix = "", pageSize = 100 } = options;
-    const { listEndUsers } = AdminService.method;
-    let pageToken = "";
-    do {
-      const init = { organization, prefix, pageSize, pageToken };
-      const page = await this.connection.call(listEndUsers, init, options);
-      for (const each of page.endUsers) yield wire.endUser(each);
-      pageToken = page.nextPageToken;
-    } while (pageToken !== "");
   }
 
   /** Yields entries of the audit log, newest first. */

@@ -4,6 +4,7 @@ import type { CallOptionsOf } from "./connection.js";
 import { invalid } from "./checks.js";
 import { LABEL_PREFIX, numberOf, usageGroups } from "./conversion.js";
 import { BillingService } from "./gen/weir/v1/billing_service_pb.js";
+import { EndUserState as EndUserStates } from "./gen/weir/v1/end_users_pb.js";
 import { ResaleStatementFormat as StatementFormats } from "./gen/weir/v1/resale_pb.js";
 import {
   MonthExportFormat as ExportFormats,
@@ -12,6 +13,8 @@ import { BillingCalls } from "./generated_calls.js";
 import type {
   Adjustment,
   Alert,
+  EndUser,
+  EndUserState,
   Invoice,
   MonthExportFormat,
   ResalePrice,
@@ -47,6 +50,18 @@ export interface ExportOptions extends CallOptionsOf {
   readonly tags?: readonly string[];
 }
 
+/** Options of `listEndUsers`. */
+export interface ListEndUsersOptions extends CallOptionsOf {
+  /** Only names that begin with this. */
+  readonly prefix?: string;
+  /** Only end users in this state. */
+  readonly state?: EndUserState;
+  /** Reads the cost and requests of the current month, and the tightest limit of each. */
+  readonly withUsage?: boolean;
+  /** Number of end users per call to the server. Default: the server's. */
+  readonly pageSize?: number;
+}
+
 /** Options of `getUsage`. */
 export interface UsageOptions extends CallOptionsOf {
   /** Default: the key's own organization, or all with a key of the scope `admin`. */
@@ -63,12 +78,14 @@ export interface UsageOptions extends CallOptionsOf {
   readonly apiKey?: string;
   /** Only this model. */
   readonly model?: string;
-  /** Only this end user, by name. */
+  /** Only this end user, by name or id. */
   readonly endUser?: string;
   /** Only requests with all these labels. */
   readonly labels?: Readonly<Record<string, string>>;
   /** The rows with the highest cost first. */
   readonly largestFirst?: boolean;
+  /** The latest requests first, with `request`. */
+  readonly latestFirst?: boolean;
   /** Number of rows per page. Default: the server's. */
   readonly pageSize?: number;
 }
@@ -107,8 +124,9 @@ export class BillingClient extends BillingCalls {
     const { organization = "", day = "", project = "", apiKey = "", model = "" } = options;
     const { firstDay = "", lastDay = "", endUser = "", labels = {} } = options;
     const filters = { organization, month, day, firstDay, lastDay, project, apiKey, model };
-    const { largestFirst = false } = options;
-    const more = { endUser, labels, largestFirst, ...usageGroups("groupBy", groupBy) };
+    const { largestFirst = false, latestFirst = false } = options;
+    const order = { largestFirst, latestFirst };
+    const more = { endUser, labels, ...order, ...usageGroups("groupBy", groupBy) };
     for (let pageToken = ""; ; ) {
       const init = { ...filters, ...more, pageSize: options.pageSize ?? 0, pageToken };
       const page = await this.connection.call(BillingService.method.getUsage, init, options);
@@ -146,13 +164,30 @@ export class BillingClient extends BillingCalls {
     return await this.exported({ creditNoteNumber: number }, options);
   }
 
-  /** Yields alerts, latest first. */
+  /** Yields the end users of an organization by name; `""` is that of the key. */
+  async *listEndUsers(
+    organization = "",
+    options: ListEndUsersOptions = {},
+  ): AsyncGenerator<EndUser, void, void> {
+    const { prefix = "", state = "", withUsage = false, pageSize = 0 } = options;
+    const filters = { prefix, state: numberOf("state", EndUserStates, state || "unspecified") };
+    for (let pageToken = ""; ; ) {
+      const init = { organization, ...filters, withUsage, pageSize, pageToken };
+      const page = await this.connection.call(BillingService.method.listEndUsers, init, options);
+      for (const each of page.endUsers) yield wire.endUser(each);
+      pageToken = page.nextPageToken;
+      if (!pageToken) return;
+    }
+  }
+
+  /** Yields alerts, latest first; with `endUser` those on the limits of one. */
   async *listAlerts(
     organization = "",
-    options: CallOptionsOf & { readonly pageSize?: number } = {},
+    options: CallOptionsOf & { readonly endUser?: string; readonly pageSize?: number } = {},
   ): AsyncGenerator<Alert, void, void> {
+    const { endUser = "", pageSize = 0 } = options;
     for (let pageToken = ""; ; ) {
-      const init = { organization, pageSize: options.pageSize ?? 0, pageToken };
+      const init = { organization, endUser, pageSize, pageToken };
       const page = await this.connection.call(BillingService.method.listAlerts, init, options);
       for (const each of page.alerts) yield wire.alert(each);
       pageToken = page.nextPageToken;
