@@ -79,11 +79,11 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "fault injection": (("chaos/",), 1_059),
     "command line": (("sdk/python/src/weir_cli/",), 8_204),
     "Python client": (("sdk/python/",), 7_291),
-    "TypeScript client": (("sdk/typescript/",), 6_386),
+    "TypeScript client": (("sdk/typescript/",), 6_400),
     "benchmarks": (("bench/",), 10_860),
     "demo": (("demo/",), 4_535),
     "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_605),
-    "tests": (("tests/",), 119_223),
+    "tests": (("tests/",), 119_226),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")
