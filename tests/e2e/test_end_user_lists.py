@@ -173,3 +173,30 @@ async def test_alerts_of_one_end_user_need_its_organization(service: Service) ->
     async with calls(service, operator.secret) as call:
         refusal = await call.refused("ListAlerts", alerts_pb2.ListAlertsRequest(end_user="alice"))
     assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, ["organization"])
+
+
+async def test_the_audit_log_names_an_end_user_until_it_is_erased(
+    service: Service, tenant: Tenant
+) -> None:
+    operator = await service.tenant(scopes=("admin",))
+    async with calls(service, operator.secret) as call:
+        await call(
+            "SetQuota",
+            subject=types_pb2.QUOTA_SUBJECT_ORGANIZATION,
+            subject_ref=tenant.name,
+            dimension=types_pb2.QUOTA_DIMENSION_REQUESTS_PER_DAY,
+            limit_value=10,
+            end_user="alice",
+        )
+        found = await call("GetEndUser", organization=tenant.name, end_user="alice")
+        subject_id = found.end_user.end_user_id
+        [named] = (await call("ListAuditEntries", subject=subject_id)).entries
+        await call("EraseEndUser", organization=tenant.name, end_user="alice")
+        later = (await call("ListAuditEntries", subject=subject_id)).entries
+
+    assert dict(named.names) == {
+        subject_id: "alice",
+        str(tenant.organization_id): tenant.name,
+    }
+    assert all(subject_id not in entry.names for entry in later)
+    assert later
