@@ -114,7 +114,7 @@ LABELS: tuple[dict[str, str], ...] = (
     {"team": NAMES[1], "user": NAMES[1]}, {"team": "search", "user": "é=1"},
 )  # fmt: skip
 ENDS = [Outcome.STOP] * 3 + [each for each in Outcome if each is not Outcome.STOP]
-EXPIRY_S = 60.0
+EXPIRY = timedelta(minutes=1)
 LISTED = tuple(map(reports.Grouping, ("project", "api_key", "model", "end_user")))
 LEDGER = """
     SELECT t.billing_month, e.price_version_id, e.token_kind, sum(e.token_count) AS tokens,
@@ -140,6 +140,7 @@ class Live:
     admitted: Admitted
     price: Price
     cached: int
+    expires_at: datetime
     delivered: int = 0
     reasoning: int = 0
     taken: tuple[int, int] = (0, 0)
@@ -179,7 +180,9 @@ class Process:
 
     def connect(self) -> HoldConnection:
         """Return a connection of the process."""
-        return HoldConnection(self.url, self.id, expiry_s=EXPIRY_S, signer=self.signer)
+        return HoldConnection(
+            self.url, self.id, expiry_s=EXPIRY.total_seconds(), signer=self.signer
+        )
 
     async def execute(self, *operations: HoldOperation) -> list[Any]:
         """Run one batch."""
@@ -259,8 +262,16 @@ class Bench:
         self.world.set_time(
             self.world.now + timedelta(microseconds=by // timedelta(microseconds=1))
         )
+        await self.renew()
+
+    async def renew(self, paused: Process | None = None) -> None:
+        """Renew the holds of all processes but one."""
         for each in self.processes:
-            [_] = await each.execute(Renew(each.id, frozenset(each.live)))
+            if each is not paused:
+                await each.execute(Renew(each.id, frozenset(each.live)))
+                for live in each.live.values():
+                    if not live.parts:
+                        live.expires_at = self.world.now + EXPIRY
 
     def step_back(self) -> None:
         """Set the clock back by up to some minutes."""
@@ -348,7 +359,14 @@ class Bench:
                 0 if op.embedding else dice.choice([0, dice.randrange(op.input_token_count + 1)])
             )
             process.live[op.hold_id] = Live(
-                op, customer, person, dict(op.labels), answer, price, cached
+                op,
+                customer,
+                person,
+                dict(op.labels),
+                answer,
+                price,
+                cached,
+                self.world.now + EXPIRY,
             )
 
     def some_live(self) -> tuple[Process, Live] | None:
@@ -379,6 +397,7 @@ class Bench:
             if isinstance(answer, Extended):
                 live.admitted.leased_token_count = answer.leased_token_count
                 live.reported = live.delivered, live.reasoning
+                live.expires_at = self.world.now + EXPIRY
             else:
                 assert live.parts or "expired" in str(answer), answer
 
@@ -457,14 +476,12 @@ class Bench:
     async def expire(self) -> None:
         """Let the holds of dead processes, and of one that was paused, expire."""
         paused = self.random.choice([None, *self.processes])
-        self.world.advance(EXPIRY_S + 1)
-        for each in self.processes:
-            if each is not paused:
-                await each.execute(Renew(each.id, frozenset(each.live)))
+        self.world.advance(EXPIRY.total_seconds() + 1)
+        await self.renew(paused)
         await sweep_expired_holds(self.world.url, signer=self.signer)
         for each in [*self.dead, *([paused] if paused else [])]:
             for live in each.live.values():
-                if live.parts:
+                if live.parts or live.expires_at > self.world.now:
                     continue
                 if live.reported[0]:
                     counts = live.op.input_token_count, live.cached, *live.reported
@@ -997,8 +1014,7 @@ async def test_every_sum_is_that_of_the_books(bench: Bench) -> None:
                 if bench.random.random() < COMPARED:
                     await bench.compare()
             bench.world.set_time(max(bench.world.now, ends + timedelta(hours=1)))
-            for each in bench.processes:
-                await each.execute(Renew(each.id, frozenset(each.live)))
+            await bench.renew()
             await bench.close(month)
             await bench.compare()
         await bench.expire()

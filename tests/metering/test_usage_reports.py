@@ -9,14 +9,16 @@ from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import insert, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue
 from metering.core.models import TokenKind
 from metering.core.pages import page_token
 from metering.invoicing.months import month_report
+from metering.invoicing.resale import find_statement
 from metering.ledger.rating import rate_all_pending
+from metering.pricing.resale_prices import ResalePrice
 from metering.reports.usage_reports import (
     NOT_GIVEN,
     Days,
@@ -36,7 +38,7 @@ from metering.reports.usage_reports import (
 from metering.store.db import Sessions
 from metering.tenants.api_keys import create_api_key
 from metering.tenants.key_terms import KeyTerms
-from metering.tenants.tenants import create_project
+from metering.tenants.tenants import create_project, find_organization
 from tests.metering.queries import execute_unguarded
 from tests.metering.usage import Acme, Consumed, Customer, add_usage, new_customer, new_price
 
@@ -280,18 +282,65 @@ async def test_no_end_user_an_erased_one_and_an_empty_label_are_rows_of_their_ow
     }
 
 
-async def test_hours_are_those_of_utc(acme: Acme) -> None:
-    times = [FIRST, FIRST + timedelta(minutes=59, seconds=59), FIRST + timedelta(hours=1)]
-    await acme.use_and_rate(*(Consumed(1, settled_at=each) for each in times))
+@pytest.mark.parametrize(
+    "border",
+    [
+        "2028-02-29",  # a leap day begins
+        "2028-03-01",  # and ends, with its month
+        "2027-03-01",
+        "2027-01-01",
+        "2027-01-04",  # a Monday
+        "2026-11-20T13:00",
+    ],
+)
+async def test_hours_days_weeks_and_months_of_reports_are_those_of_utc(
+    acme: Acme, border: str
+) -> None:
+    """Rows of usage in the last and the first microsecond, in a session with another time zone."""
+    after = datetime.fromisoformat(border).replace(tzinfo=UTC)
+    before = after - timedelta(microseconds=1)
+    ada = await acme.end_user("ada")
+    price = {"markup_milli": 2000, "model": "", "request_picos": 0, "effective_at": after}
+    of_acme = {"organization_id": acme.organization_id}
+    async with acme.sessions.begin() as session:
+        await session.execute(insert(ResalePrice).values(price | of_acme))
+    used = [Consumed(n, settled_at=at, end_user_id=ada) for n, at in ((1, before), (2, after))]
+    await acme.use_and_rate(*used)
+
+    async def counts(period: str | Days, *by: Grouping) -> dict[Any, int]:
+        """Return tokens by the group's value."""
+        what = UsageFilter(period, acme.organization_id)
+        page = await usage_page(session, what, Groups(by))
+        return {getattr(row, by[0]): row.token_counts[TokenKind.INPUT] for row in page.rows}
+
+    def week_of(at: datetime) -> Days:
+        monday = at.date() - timedelta(days=at.weekday())
+        return Days(monday, monday + timedelta(days=6))
 
     async with acme.sessions() as session:
+        owner = await find_organization(session, "acme")
         await session.execute(text("SET LOCAL TIME ZONE 'Asia/Kathmandu'"))
-        page = await usage_page(session, of(acme.customer), Groups((Grouping.HOUR,)))
-
-    assert [(row.hour, row.request_count) for row in page.rows] == [
-        (FIRST, 2),
-        (FIRST + timedelta(hours=1), 1),
-    ]
+        both = Days(before.date(), after.date())
+        hour = before.replace(minute=0, second=0, microsecond=0)
+        assert await counts(both, Grouping.HOUR) == {hour: 1, after: 2}
+        days = (
+            {before.date(): 1, after.date(): 2}
+            if before.date() < after.date()
+            else {after.date(): 3}
+        )
+        assert await counts(both, DAY) == days
+        for at, tokens in ((before, 1), (after, 2)):
+            month = f"{at:%Y-%m}"
+            other = after if at is before else before
+            in_month = tokens if f"{other:%Y-%m}" != month else 3
+            assert sum((await counts(month, DAY)).values()) == in_month
+            found = await find_statement(session, owner, month, "ada")
+            amounts = {1: 150_000, 2: 2 * 150_000 * 2, 3: 5 * 150_000}
+            assert (found.token_count, found.amount_picos) == (in_month, amounts[in_month])
+            week, day = week_of(at), Days(at.date(), at.date())
+            in_week = tokens if week_of(other) != week else 3
+            assert sum((await counts(week, DAY)).values()) == in_week
+            assert await counts(day, DAY) == {at.date(): days[at.date()]}
 
 
 async def test_a_key_lists_only_its_own_end_users_and_labels(acme: Acme) -> None:
