@@ -78,7 +78,10 @@ class NotFound(MeteringError):
     reason = "NOT_FOUND"
 
     def __init__(
-        self, kind: str, ref: str, remedy: str = "Check the name or id, and that your key may see it."
+        self,
+        kind: str,
+        ref: str,
+        remedy: str = "Check the name or id, and that your key may see it.",
     ) -> None:
         super().__init__(f"{kind} {ref[:64]!r} not found. {remedy}")
         self.kind = kind

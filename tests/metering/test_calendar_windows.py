@@ -74,12 +74,12 @@ async def test_a_window_ends_at_its_border_whatever_the_clock_and_the_time_zone_
                 )
 
     async def ask() -> set[type]:
-        asked = [
+        admits = [
             admit(payer, least_tokens=20, end_user="ada", labels={"team": "red"})
             for payer in payers
         ]
-        hold_ids.append([op.hold_id for op in asked])
-        return {type(answer) for answer in await world.run(*asked)}
+        hold_ids.append([op.hold_id for op in admits])
+        return {type(answer) for answer in await world.run(*admits)}
 
     async def settle_all(number: int) -> None:
         await world.run(*(settle(hold_id, 20) for hold_id in hold_ids[number]))

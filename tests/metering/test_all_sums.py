@@ -1,10 +1,10 @@
-"""Every sum of usage and money, after whatever has happened, against books that the test keeps.
+"""Every sum of usage and money, after whatever has happened, against an oracle that the test keeps.
 
 Random requests, prices, kills, month ends, credit and erasures. Reports, ledger, invoices, FOCUS
-files, statements of end users and receipts agree with `books.py` to the pico, for each dimension;
+files, statements of end users and receipts agree with `oracle.py` to the pico, for each dimension;
 documents of closed months keep their bytes.
 
-`WEIR_TEST_BOOKS` has the seeds to run, `WEIR_TEST_BOOKS_STEPS` the steps of each month.
+`WEIR_TEST_SUMS` has the seeds to run, `WEIR_TEST_SUMS_STEPS` the steps of each month.
 """
 
 from __future__ import annotations
@@ -78,10 +78,13 @@ from metering.store.db import Sessions
 from metering.tenants.api_keys import create_api_key
 from metering.tenants.tenants import create_project, find_organization
 from metering.tenants.usage_subjects import END_USER, find_usage_subject
-from tests.metering.books import (
+from tests.metering.closing_world import ISSUER, ClosingWorld
+from tests.metering.hold_world import HoldWorld
+from tests.metering.invariants import check_invariants
+from tests.metering.oracle import (
     KINDS,
-    Books,
     Key,
+    Oracle,
     Person,
     Price,
     Resale,
@@ -93,16 +96,13 @@ from tests.metering.books import (
     tokens_of,
     without,
 )
-from tests.metering.closing_world import ISSUER, ClosingWorld
-from tests.metering.hold_world import HoldWorld
-from tests.metering.invariants import check_invariants
 from tests.metering.queries import fetch_rows
 from tests.metering.receipt_invariants import check_receipts
 from tests.metering.test_erasure import erase
 from tests.metering.usage import Consumed, Customer, add_usage, new_customer
 
-SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_BOOKS", "1,2").split(",")]
-STEPS = int(os.environ.get("WEIR_TEST_BOOKS_STEPS", "20"))
+SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SUMS", "1,2").split(",")]
+STEPS = int(os.environ.get("WEIR_TEST_SUMS_STEPS", "20"))
 COMPARED = 0.2  # share of the steps after which some sums are compared
 BEGINNING = datetime(2028, 1, 30, 21, tzinfo=UTC)  # before a leap day, which is in the second month
 MONTHS = (date(2028, 1, 1), date(2028, 2, 1), date(2028, 3, 1))
@@ -198,12 +198,12 @@ class Documents:
 
 
 class Bench:
-    """Two customers, some processes, and the books of what they do."""
+    """Two customers, some processes, and the oracle that records all acts."""
 
     def __init__(self, world: HoldWorld, sessions: Sessions, directory: Path, seed: int) -> None:
         self.world, self.sessions, self.directory = world, sessions, directory
         self.random = random.Random(seed)
-        self.books = Books()
+        self.oracle = Oracle()
         self.signer = Signer(Ed25519PrivateKey.generate())
         self.customers: list[Customer] = []
         self.months: dict[str, ClosingWorld] = {}
@@ -294,11 +294,11 @@ class Bench:
             )
         for version, tier, milli in self.world.rows(
             "SELECT id, tier, multiplier_milli FROM price_versions WHERE id > %s",
-            max((each.version for each in self.books.prices), default=self.world.price_version),
+            max((each.version for each in self.oracle.prices), default=self.world.price_version),
         ):
             rates.setdefault("reasoning_picos_per_token", rates["output_picos_per_token"])
             picos = {kind: rates[f"{kind}_picos_per_token"] * milli // 1000 for kind in KINDS}
-            self.books.prices.append(Price(version, model, organization, tier, now, picos))
+            self.oracle.prices.append(Price(version, model, organization, tier, now, picos))
 
     async def resale(self) -> None:
         """Set or withdraw a resale price."""
@@ -318,7 +318,7 @@ class Bench:
             except MeteringError:  # nothing to withdraw, or another price of this instant
                 return
         withdrawn = made.withdrawn
-        self.books.resale.append(
+        self.oracle.resale.append(
             Resale(made.id, "acme", model, now, withdrawn, markup, request, own)
         )
 
@@ -326,7 +326,7 @@ class Bench:
         """Admit some requests in one batch."""
         dice = self.random
         process = dice.choice(self.processes)
-        asked: list[tuple[Admit, Customer]] = []
+        admits: list[tuple[Admit, Customer]] = []
         for _ in range(dice.randrange(1, 7)):
             customer = dice.choice(self.customers)
             embedding = dice.random() < 0.2
@@ -344,12 +344,12 @@ class Bench:
                 embedding,
                 end_user=dice.choice(["", *NAMES]),
             )
-            asked.append((op, customer))
-        answers = await process.execute(*(op for op, _ in asked))
-        for (op, customer), answer in zip(asked, answers, strict=True):
+            admits.append((op, customer))
+        answers = await process.execute(*(op for op, _ in admits))
+        for (op, customer), answer in zip(admits, answers, strict=True):
             assert isinstance(answer, Admitted), answer
             assert answer.admitted_at == self.world.now
-            price = self.books.price_at(customer.name, op.model, op.tier, self.world.now)
+            price = self.oracle.price_at(customer.name, op.model, op.tier, self.world.now)
             assert answer.prices.version == price.version
             person = None
             if op.end_user:
@@ -434,7 +434,7 @@ class Bench:
         process.journal.forget(op.hold_id)
         use = self.settled(live, counts, outcome, at, migration_count=migrations)
         assert answer.cost_picos == sum(
-            each.cost for each in self.books.uses if each.hold_id == op.hold_id
+            each.cost for each in self.oracle.uses if each.hold_id == op.hold_id
         )
         assert use.labels == live.labels
 
@@ -452,7 +452,7 @@ class Bench:
         at: datetime,
         **more: Any,
     ) -> Use:
-        """Enter a settlement in the books; of an expired hold, what its expiry did not bill."""
+        """Enter a settlement in the oracle; of an expired hold, what its expiry did not bill."""
         if live.parts and live.reported[0]:
             billed = live.op.input_token_count, live.cached, *live.reported
             sent, cached, output, reasoning = (
@@ -462,7 +462,7 @@ class Bench:
         use = live.use(counts, outcome, at, **more)
         if live.parts and not live.reported[0]:
             use.part = 0
-        self.books.uses.append(use)
+        self.oracle.uses.append(use)
         return use
 
     def kill(self) -> None:
@@ -486,7 +486,7 @@ class Bench:
                 if live.reported[0]:
                     counts = live.op.input_token_count, live.cached, *live.reported
                     at = self.settled_at(live)
-                    self.books.uses.append(live.use(counts, "failed", at))
+                    self.oracle.uses.append(live.use(counts, "failed", at))
                 live.parts = 1
 
     async def recover(self) -> None:
@@ -509,14 +509,14 @@ class Bench:
     async def use_late(self) -> None:
         """Enter usage of a closed month, as a transaction that took long over its end does."""
         customer = self.random.choice(self.customers[:3])
-        closed = self.books.last_closed.get("acme")
+        closed = self.oracle.last_closed.get("acme")
         if closed is None:
             return
         at = datetime(closed.year, closed.month, 1, tzinfo=UTC) + timedelta(
             days=self.random.randrange(28), seconds=self.random.randrange(86_400)
         )
         price = self.random.choice(
-            [each for each in self.books.prices if each.begins <= at] or [None]
+            [each for each in self.oracle.prices if each.begins <= at] or [None]
         )
         if price is None or price.organization == "bolt":
             return
@@ -539,7 +539,7 @@ class Bench:
             await add_usage(session, customer, of, [consumed], labels=labels)
         key = customer.key
         tokens = tokens_of(*counts, embedding=False)
-        self.books.uses.append(
+        self.oracle.uses.append(
             Use(
                 hold_id, 0, "acme", key.project_name, key.name, price, known, labels, at, at,
                 tokens, "stop",
@@ -555,7 +555,7 @@ class Bench:
         if dice.random() < 0.5:
             signed = dice.choice([-1, 1]) * amount
             adjusted = await finance.adjust(signed)
-            self.books.adjusted["acme", date.fromisoformat(f"{adjusted.billing_month}-01")] += (
+            self.oracle.adjusted["acme", date.fromisoformat(f"{adjusted.billing_month}-01")] += (
                 signed
             )
         else:
@@ -565,7 +565,7 @@ class Bench:
                     session, organization="acme", amount_picos=amount, last_month=last,
                     reason="paid", actor="ann",
                 )  # fmt: skip
-            self.books.grants["acme"].append((month, last, amount))
+            self.oracle.grants["acme"].append((month, last, amount))
 
     async def rate(self) -> None:
         """Post usage to the ledger, and create partitions now and then."""
@@ -573,7 +573,7 @@ class Bench:
             async with self.sessions.begin() as session:
                 await create_partitions(session)
         await rate_all_pending(self.sessions)
-        self.books.rate()
+        self.oracle.rate()
 
     async def erase(self) -> None:
         """Erase an end user of a customer."""
@@ -585,7 +585,7 @@ class Bench:
         await erase(
             self.sessions, customer.organization_id, name, rows_max=self.random.choice([2, 99])
         )
-        self.books.erase(organization, person, name, "" if found is None else str(found.id))
+        self.oracle.erase(organization, person, name, "" if found is None else str(found.id))
         for process in (*self.processes, *self.dead):
             for live in process.live.values():
                 if live.customer.name == organization:
@@ -631,9 +631,9 @@ class Bench:
             self.story.append(f"close {name} {month}")
             closing = finance.close(f"{month:%Y-%m}", leave_running=True, before_first=True)
             report = (await closing).report
-            self.books.rate()
-            before = dict(self.books.carried_by)
-            exact, total = self.books.close(name, month)
+            self.oracle.rate()
+            before = dict(self.oracle.carried_by)
+            exact, total = self.oracle.close(name, month)
             assert (report.total_picos, report.total_rounded_picos) == (exact, total)
             for customer in self.customers:
                 if customer.name == name:
@@ -641,11 +641,11 @@ class Bench:
                     ends = datetime.combine(next_month(month), datetime.min.time(), UTC)
                     self.chained_to[key] = max(ends, self.chained_to.get(key, BEGINNING))
             found = await self.statements(name, month)
-            for person, lines in self.books.statements(name, month).items():
+            for person, lines in self.oracle.statements(name, month).items():
                 amount = sum(each[2] for each in lines.values())
-                self.books.carry(name, person, amount)
+                self.oracle.carry(name, person, amount)
                 assert found[person].carried_in_picos == before.get((name, person), 0)
-                assert found[person].carried_out_picos == self.books.carried_by[name, person]
+                assert found[person].carried_out_picos == self.oracle.carried_by[name, person]
             self.documents[name, month] = Documents(
                 await self.month_documents(name, month),
                 {person: (each, rendered(each)) for person, each in found.items()},
@@ -654,7 +654,7 @@ class Bench:
     # Comparisons
 
     async def compare(self, *, everything: bool = False) -> None:
-        """Compare all sums with the books, or some of them."""
+        """Compare all sums with the oracle, or some of them."""
         dice = self.random
         check_invariants(self.world.url)
         present = month_of(self.world.now)
@@ -669,7 +669,7 @@ class Bench:
 
     async def compare_month(self, name: str, month: date) -> None:
         """Compare invoice, statements, FOCUS file and reconciliation of a month."""
-        books, text = self.books, f"{month:%Y-%m}"
+        oracle, text = self.oracle, f"{month:%Y-%m}"
         report = await self.months[name].report(text)
         lines = {
             (line.late_month, line.price_version, str(line.token_kind)): (
@@ -680,15 +680,15 @@ class Bench:
             )
             for line in report.lines
         }
-        assert lines == books.lines(name, month)
-        charged = books.charged(name, month)
+        assert lines == oracle.lines(name, month)
+        charged = oracle.charged(name, month)
         assert report.request_counts.total_count == sum(use.part == 0 for use in charged)
         if report.closed is None:
             charges = [
                 sum(each.amount_picos for each in report.charges if each.kind is kind)
                 for kind in (LineKind.ADJUSTMENT, LineKind.CREDIT)
             ]
-            assert tuple(charges) == books.charges(name, month)
+            assert tuple(charges) == oracle.charges(name, month)
         found = await self.statements(name, month)
         assert {
             person: {
@@ -700,13 +700,13 @@ class Bench:
                 for line in each.lines
             }
             for person, each in found.items()
-        } == books.statements(name, month)
-        assert await self.focus(name, text) == books.focus(name, month, LABEL_KEYS)
+        } == oracle.statements(name, month)
+        assert await self.focus(name, text) == oracle.focus(name, month, LABEL_KEYS)
         async with self.sessions() as session:
             ours = await our_month(session, text)
         pending = [
             use
-            for use in books.uses
+            for use in oracle.uses
             if use.used_in == month and use.month is None and use.cost >= 0
         ]
         unequal = {each.stage for each in conclude(text, ours).differences}
@@ -726,7 +726,7 @@ class Bench:
 
     async def compare_reports(self, name: str, months: list[date], *, everything: bool) -> None:
         """Compare reports of months and of ranges of days, by each dimension."""
-        dice, books = self.random, self.books
+        dice, oracle = self.random, self.oracle
         first = months[0] + timedelta(days=dice.randrange(29))
         ranges = [
             reports.Days(months[0], months[-1] + timedelta(days=30)),  # everything
@@ -743,12 +743,12 @@ class Bench:
                 begins = period.first
                 used = [
                     use
-                    for use in books.uses
+                    for use in oracle.uses
                     if use.organization == name
                     and period.first <= use.settled_at.date() <= period.last
                 ]
             else:
-                begins, used = period, books.charged(name, period)
+                begins, used = period, oracle.charged(name, period)
             dimensions = [each for each in reports.Grouping if each is not reports.Grouping.REQUEST]
             alone = dimensions if everything else dice.sample(dimensions, 2)
             for by in (*((each,) for each in alone), tuple(dice.sample(dimensions, 3))):
@@ -838,7 +838,7 @@ class Bench:
         """Compare the ledger by month of bill, price and kind, and the cost of all receipts."""
         of = {"id": self.months[name].customer.organization_id}
         posted: dict[Key, tuple[int, int]] = {}
-        for use in self.books.uses:
+        for use in self.oracle.uses:
             if use.organization == name and use.month is not None:
                 for kind in KINDS:
                     if use.tokens[kind]:
@@ -850,7 +850,7 @@ class Bench:
         events = Counter(tuple(row) for row in await fetch_rows(self.sessions, EVENTS, of))
         expected = Counter(
             (use.part, use.outcome, use.price.version, use.cost, use.settled_at)
-            for use in self.books.uses
+            for use in self.oracle.uses
             if use.organization == name
         )
         assert sorted((events - expected).items(), key=str) == sorted(
@@ -887,7 +887,7 @@ class Bench:
                     break
         people = {
             use.person.shown: use.person
-            for use in self.books.uses
+            for use in self.oracle.uses
             if use.organization == name and use.person
         }
         by_person = {
@@ -950,7 +950,7 @@ def grouped(uses: Iterable[Use], by: Iterable[str], label_key: str) -> dict[Key,
 
 
 def value_of(row: reports.UsageRow, by: reports.Grouping) -> Hashable:
-    """Return the key of a row in a grouping, as the books have it."""
+    """Return the key of a row in a grouping, as the oracle have it."""
     if by is reports.Grouping.END_USER:
         return row.end_user or (row.end_user_id and str(row.end_user_id))
     names = {
@@ -1005,7 +1005,7 @@ async def bench(
 
 
 @pytest.mark.parametrize("bench", SEEDS, indirect=True)
-async def test_every_sum_is_that_of_the_books(bench: Bench) -> None:
+async def test_every_sum_is_that_of_the_oracle(bench: Bench) -> None:
     try:
         for month in MONTHS:
             ends = datetime.combine(next_month(month), datetime.min.time(), UTC)

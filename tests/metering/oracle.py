@@ -1,4 +1,4 @@
-"""Books that a test keeps of everything it did, and the sums that follow from them.
+"""Record of everything that a test did, and the sums that follow from it.
 
 Plain Python, independent of the product on purpose: choice of prices, months of bills, rounding,
 groups and statements are implemented here a second time.
@@ -167,7 +167,7 @@ def row_of(uses: Iterable[Use], begins: date) -> Key:
 
 
 @dataclass(slots=True)
-class Books:
+class Oracle:
     """All that happened, of all organizations."""
 
     uses: list[Use] = field(default_factory=list)
@@ -175,7 +175,7 @@ class Books:
     resale: list[Resale] = field(default_factory=list)
     last_closed: dict[str, date] = field(default_factory=dict)
     adjusted: dict[tuple[str, date], int] = field(default_factory=lambda: defaultdict(int))
-    # What is left of each grant with its first and last month, in the order in which it is spent.
+    # First and last month and the rest of each grant, in the order in which they are spent.
     grants: dict[str, list[tuple[date, date, int]]] = field(
         default_factory=lambda: defaultdict(list)
     )
