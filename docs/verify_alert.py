@@ -3,12 +3,16 @@
 In your handler, call `verify(secret, request.headers["Weir-Signature"], request.body)` with the
 body as it was received, before any parsing. To try it in a shell:
 python verify_alert.py SECRET SIGNATURE < body
+
+`python verify_alert.py SECRET --listen 8400` receives alerts on this machine and prints them.
 """
 
 import hashlib
 import hmac
+import json
 import sys
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 TOLERANCE_S = 300  # an older alert may be a replay
 
@@ -27,7 +31,23 @@ def verify(secret: str, header: str, body: bytes, now_s: float | None = None) ->
     return hmac.compare_digest(expected.encode(), parts.get("v1", "").encode(errors="replace"))
 
 
+class Receiver(BaseHTTPRequestHandler):
+    """Accepts alerts with a valid signature, and prints their texts."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        is_valid = verify(sys.argv[1], self.headers.get("Weir-Signature", ""), body)
+        self.send_response(204 if is_valid else 401)
+        self.end_headers()
+        print(json.loads(body)["text"] if is_valid else "refused: wrong signature", flush=True)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing else."""
+
+
 if __name__ == "__main__":
+    if sys.argv[2] == "--listen":
+        HTTPServer(("127.0.0.1", int(sys.argv[3])), Receiver).serve_forever()
     is_valid = verify(sys.argv[1], sys.argv[2], sys.stdin.buffer.read())
     print("the signature is valid" if is_valid else "the signature is wrong, or too old")
     sys.exit(0 if is_valid else 1)

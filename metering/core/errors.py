@@ -73,14 +73,17 @@ class JournalUnavailable(MeteringError):
 
 
 class NotFound(MeteringError):
-    """`kind` `ref` does not exist, or not for this caller."""
+    """`kind` `ref` does not exist, or not for this caller. remedy: ends the message."""
 
     reason = "NOT_FOUND"
 
-    def __init__(self, kind: str, ref: str) -> None:
-        super().__init__(
-            f"{kind} {ref[:64]!r} not found. Check the name or id, and that your key may see it."
-        )
+    def __init__(
+        self,
+        kind: str,
+        ref: str,
+        remedy: str = "Check the name or id, and that your key may see it.",
+    ) -> None:
+        super().__init__(f"{kind} {ref[:64]!r} not found. {remedy}")
         self.kind = kind
         self.ref = ref
 

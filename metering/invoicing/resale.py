@@ -433,7 +433,12 @@ async def find_statement(
         user = EndUser(row.id, row.name or "")
     found = await _read(session, owner, begins, [user])
     if not found:
-        raise NotFound("statement", f"{user.shown} of {owner.name} in {month}: it has no usage")
+        what = f"usage of {user.shown}" if end_user else NOT_GIVEN
+        raise NotFound(
+            "statement",
+            f"{month} of {owner.name}",
+            f"The month has no {what}; usage appears seconds after a request.",
+        )
     return found[0]
 
 
@@ -627,9 +632,10 @@ def _sections(statement: Statement) -> Iterable[tuple[str, tuple[AmountLine, ...
     """Yield the lines of each model, late usage apart. What costs nothing and counts is shown."""
     groups: dict[str, list[AmountLine]] = defaultdict(list)
     for line, rounded in zip(statement.lines, statement.rounded_picos, strict=True):
-        what = line.item if line.item == REQUESTS else f"{line.item.replace('_', ' ')} tokens"
+        what = "request" if line.item == REQUESTS else f"{line.item.replace('_', ' ')} token"
         late = f"Late usage of {line.late_month} · " if line.late_month else ""
-        shown = AmountLine(f"{line.quantity:,} {what}", line.amount_picos, rounded)
+        counted = f"{line.quantity:,} {what}{'' if line.quantity == 1 else 's'}"
+        shown = AmountLine(counted, line.amount_picos, rounded)
         groups[late + line.model].append(shown)
     for heading, lines in groups.items():
         yield heading, tuple(lines)

@@ -6,9 +6,9 @@ It is followed by the lines of plan, adjustments and credit, and by the rounding
 BilledCost of an invoice sums up to its total. Charges are split further only by the labels, or the
 end user, that the reader asks for as tags. Costs are exact. Prices are per million tokens, as
 published; consumed quantities are tokens. Weir's own columns begin with `x_`. Null is an empty
-field. Rows of a closed month and their order never change, except that the tag of an erased end
-user has its id instead of its name. Rows are read and written in batches: a
-month may have a hundred thousand.
+field. Rows of a closed month and their order never change, except for tags once an end user is
+erased: its id takes the place of its name, and labels with this value are gone. Rows are read and
+written in batches: a month may have a hundred thousand.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ UPDATED = frozenset(
 )
 # `SELECT … FOR UPDATE` requires UPDATE on one column. Foreign keys keep a referenced key from
 # changing.
-LOCKED = frozenset({"adjustments", "invoices", "organizations", "projects"})
+LOCKED = frozenset({"adjustments", "credit_grants", "invoices", "organizations", "projects"})
 DELETED = frozenset(
     {
         "admin_requests",

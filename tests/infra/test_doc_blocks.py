@@ -211,9 +211,15 @@ PREPARED = {
         """,
         has_past_usage=True,
     ),
-    # The worker rates usage each second.
     "docs/how-to/resell.md": Page(
-        {'weir resale statements "': 'sleep 5; weir resale statements "'}
+        {
+            "python docs/verify_alert.py": f'"$PYTHON" {DOCS / "verify_alert.py"}',  # one process
+            "8400": "$PORT",
+            "month=": 'until_found "SELECT true WHERE NOT EXISTS (TABLE unrated_usage)"; month=',
+        },
+        """
+        PORT=$(python -c "import socket; print(socket.create_server(('', 0)).getsockname()[1])")
+        """,
     ),
     "docs/how-to/quotas.md": Page(
         {

@@ -16,11 +16,20 @@ from metering.holds import slow_path
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit
 from metering.pricing.prices import ModelPrice
-from metering.store.db import Sessions
+from metering.store.db import Sessions, create_engine, create_sessions
+from tests.conftest import as_application
 from tests.metering.hold_scenarios import Play, run
 from tests.metering.hold_world import HoldWorld
 from tests.metering.usage import Acme, Customer, new_customer, new_price
 from tests.stripe_double.server import KEY, StripeDouble, stripe_double
+
+
+@pytest.fixture
+async def application(database_url: str) -> AsyncIterator[Sessions]:
+    """Yield sessions of the application role."""
+    engine = create_engine(as_application(database_url))
+    yield create_sessions(engine)
+    await engine.dispose()
 
 
 @pytest.fixture

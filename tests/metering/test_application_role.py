@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from typing import LiteralString
 
 import psycopg
@@ -60,12 +60,14 @@ async def test_the_application_role_rates_closes_verifies_and_makes_partitions(
     world = ClosingWorld(application_sessions, customer)
     price = await world.price(SEPTEMBER)
     await world.use(price, Consumed(1_000_003, 1_000, 10_007, "stop", OCTOBER))
+    await world.grant(10**9, date(2025, 10, 1), date(2025, 12, 1), "paid")
 
     result = await world.close("2025-10")
     async with application_sessions.begin() as session:
         partitions = await create_partitions(session)
 
-    assert result.report.total_picos == 999_003 * 150_000 + 1_000 * 15_000 + 10_007 * 600_000
+    used = 999_003 * 150_000 + 1_000 * 15_000 + 10_007 * 600_000
+    assert result.report.total_picos == used - 10**9
     assert (await world.verify("2025-10")).differences == ()
     assert partitions.created == ("2025-10",)
     assert partitions.in_default == {}

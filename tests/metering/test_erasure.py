@@ -6,58 +6,30 @@ import asyncio
 import os
 import random
 import uuid
-from collections.abc import AsyncIterator
-from datetime import UTC, datetime
-from itertools import count
 from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import text
 
 from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admitted, Settled, Void
 from metering.holds.read import BEGIN_ADMITTING
-from metering.invoicing.invoice_document import invoice_document
-from metering.invoicing.invoice_pdf import render_pdf
-from metering.ledger.rating import rate_all_pending
 from metering.proof.check import Moment
 from metering.quotas.erasure import Erased, Erasure
 from metering.quotas.quota_admin import override_quota, set_quota
 from metering.quotas.quota_rules import Payer
-from metering.reports.focus import focus_csv
-from metering.store.db import Sessions, create_engine, create_sessions, psycopg_conninfo
+from metering.store.db import Sessions, psycopg_conninfo
 from metering.tenants.admin_requests import take_changes_lock
 from metering.tenants.usage_subjects import find_usage_subject
 from tests.conftest import as_application
-from tests.metering.closing_world import ISSUER, ClosingWorld
 from tests.metering.hold_world import NOON, HoldWorld, admit, of_type, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.planted_faults import unseen
-from tests.metering.usage import Consumed, Customer
 
 SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2,3").split(",")]
 NAME = "alice-5ecf1a70"  # in no other value of any row
 PER_DAY = QuotaDimension.TOKENS_PER_DAY
-SEPTEMBER, OCTOBER, NOVEMBER = (datetime(2025, m, 10, 12, tzinfo=UTC) for m in (9, 10, 11))
-# Columns that erasing changes.
-ERASED_COLUMNS = {
-    "labels",
-    "name",
-    "archived_at",
-    "erased_at",
-    "receipt_salt",
-    "receipt_labels_salt",
-}
-
-
-@pytest.fixture
-async def application(database_url: str) -> AsyncIterator[Sessions]:
-    """Sessions of the application role."""
-    engine = create_engine(as_application(database_url))
-    yield create_sessions(engine)
-    await engine.dispose()
 
 
 async def erase(
@@ -320,70 +292,3 @@ async def test_the_database_lets_erasing_change_nothing_else(
         connection.execute("SELECT set_config('weir.erased_name', %s, true)", [name])
         with pytest.raises(psycopg.errors.RestrictViolation, match=refusal):
             connection.execute(statement.format().encode())
-
-
-async def contents(sessions: Sessions) -> dict[str, list[str]]:
-    """Return all rows of the books, without the columns that erasing changes."""
-    tables = """
-        holds usage_events usage_subjects ledger_transactions ledger_entries billing_months
-        invoices invoice_lines issued_documents receipt_batches receipt_chains quota_counters
-    """
-    async with sessions() as session:
-        return {
-            table: sorted(
-                str({k: v for k, v in row.items() if k not in ERASED_COLUMNS})
-                for row in await session.scalars(text(f"SELECT to_jsonb(t) FROM {table} t"))
-            )
-            for table in tables.split()
-        }
-
-
-async def documents(world: ClosingWorld, month: str) -> tuple[str, bytes]:
-    """Return FOCUS file and PDF of a month."""
-    report = await world.report(month)
-    async with world.sessions() as session:
-        focus = "".join([piece async for piece in focus_csv(session, report, ISSUER.name)])
-    return focus, render_pdf(invoice_document(report, ISSUER))
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-async def test_erasing_in_between_changes_no_sum_no_document_and_no_verification(
-    database_url: str, application: Sessions, customer: Customer, seed: int
-) -> None:
-    randomly = random.Random(seed)
-    world = ClosingWorld(application, customer)
-    price = await world.price(SEPTEMBER)
-    names = [f"{NAME}-{number}" for number in range(4)]
-    payer = Payer(customer.organization_id, customer.key.project_id, customer.key.id, "USD")
-    closed: dict[str, tuple[str, bytes]] = {}
-    numbers = count()
-
-    async def use(at: datetime) -> None:
-        for _ in range(randomly.randrange(1, 6)):
-            counts = (randomly.randrange(10**6), 0, randomly.randrange(10**5))
-            consumed = Consumed(*counts, "stop", at)
-            given = randomly.choice(["", *names])
-            labels = {f"l{next(numbers) % 3}": randomly.choice([*names, "search"])}
-            await world.use(price, consumed, end_user=given, labels=labels)
-
-    async def erase_one() -> None:
-        name = randomly.choice(names)
-        before = await contents(application)
-        await erase(application, payer.organization_id, name)
-        assert await contents(application) == before
-        assert tables_with(database_url, name) == []
-
-    for month, at in (("2025-09", SEPTEMBER), ("2025-10", OCTOBER), ("2025-11", NOVEMBER)):
-        await use(at)
-        await erase_one()
-        await rate_all_pending(application)
-        await use(at)
-        if month != "2025-11":
-            await world.close(month)
-            closed[month] = await documents(world, month)
-        await erase_one()
-        for done, rendered in closed.items():
-            assert await documents(world, done) == rendered
-            assert (await world.verify(done)).differences == ()
-    await rate_all_pending(application)
-    check_invariants(database_url)

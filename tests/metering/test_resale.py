@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import os
-import random
 import uuid
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -18,7 +12,6 @@ from sqlalchemy import insert
 
 from metering.core.errors import AlreadyExists, InvalidValue, NotFound
 from metering.core.models import UsageSubject
-from metering.core.money import round_total
 from metering.core.pages import page_token
 from metering.export.reconciliation import Stage, conclude, our_month
 from metering.invoicing.invoice_document import Issuer
@@ -44,7 +37,6 @@ from tests.metering.closing_world import ClosingWorld
 from tests.metering.queries import execute, execute_unguarded, fetch_value
 from tests.metering.usage import Consumed, Customer
 
-SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2,3").split(",")]
 BEGINNING = datetime(2025, 9, 1, tzinfo=UTC)
 OCTOBER = datetime(2025, 10, 10, 12, tzinfo=UTC)
 
@@ -327,82 +319,6 @@ async def test_frozen_statements_cannot_be_changed(world: ClosingWorld) -> None:
         for change in (f"DELETE FROM {table}", f"TRUNCATE {table} CASCADE"):
             with pytest.raises(Exception, match=r"append-only|immutable|refuse|never"):
                 await execute(world.sessions, change)
-
-
-def expected_total(of: Statement, carried: Mapping[str, int]) -> int:
-    return round_total(of.amount_picos, carried.get(of.end_user.shown, 0), of.currency_code)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-async def test_statements_invoice_and_ledger_agree_to_the_pico_over_random_months(
-    world: ClosingWorld, seed: int
-) -> None:
-    """Random usage, prices, erasures and late events over three months and a leap of time zone."""
-    chance = random.Random(seed)
-    prices = [
-        await world.price(
-            BEGINNING,
-            model=model,
-            input_picos=chance.randrange(1, 10**6),
-            output_picos=chance.randrange(1, 10**6),
-        )
-        for model in ("demo", "large")
-    ]
-    ids = [None, *await end_users(world, *(f"user-{number}" for number in range(4)))]
-    for month in (9, 10, 11):
-        for model in ("", "demo"):
-            begins = datetime(
-                2025, month, chance.randrange(1, 28), chance.randrange(24), tzinfo=UTC
-            )
-            await resale_price(
-                world,
-                begins,
-                model=model,
-                markup_milli=chance.randrange(0, 5_000),
-                request_picos=chance.choice([0, 123_456]),
-                output_picos_per_token=chance.choice([None, 7]),
-                withdrawn=chance.random() < 0.2,
-            )
-
-    def event(month: int) -> Consumed:
-        edge = chance.choice([datetime(2025, month, 1, tzinfo=UTC), None])
-        day = datetime(2025, month, 1, tzinfo=UTC) + timedelta(minutes=chance.randrange(40_000))
-        output = chance.randrange(50)
-        return Consumed(
-            input_token_count := chance.randrange(100),
-            chance.randrange(input_token_count + 1),
-            output,
-            settled_at=edge or day,
-            end_user_id=chance.choice(ids),
-            reasoning_token_count=chance.randrange(output + 1),
-        )
-
-    carried: dict[str, int] = {}
-    for month in (9, 10, 11):
-        for price in prices:
-            await world.use(price, *(event(month) for _ in range(20)))
-            if month > 9:  # late usage
-                await world.use(price, *(event(month - 1) for _ in range(3)))
-        await rate_all_pending(world.sessions)
-        name = f"2025-{month:02}"
-        opened = await statements(world, name)
-        report = (await world.close(name)).report
-        closed = await statements(world, name, page_size=2)
-
-        assert [each.lines for each in closed] == [each.lines for each in opened]
-        assert sum(each.cost_picos for each in closed) == sum(
-            line.amount_picos for line in report.lines
-        )
-        for each in closed:
-            assert each.carried_in_picos == carried.get(each.end_user.shown, 0)
-            assert each.total_rounded_picos == expected_total(each, carried)
-            carried[each.end_user.shown] = each.carried_out_picos
-            document = json.loads(to_json(each))
-            rows = list(csv.DictReader(io.StringIO(to_csv(each))))
-            assert [row["amount"] for row in rows if row["record_type"] == "total"] == [
-                document["total"]
-            ]
-        assert await differences(world, name) == []
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

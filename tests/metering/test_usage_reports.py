@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import base64
-import itertools
-import random
 import uuid
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import insert, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue
 from metering.core.models import TokenKind
 from metering.core.pages import page_token
-from metering.invoicing.adjustments import approve, create_adjustment
 from metering.invoicing.months import month_report
+from metering.invoicing.resale import find_statement
 from metering.ledger.rating import rate_all_pending
+from metering.pricing.resale_prices import ResalePrice
 from metering.reports.usage_reports import (
     NOT_GIVEN,
     Days,
     Grouping,
     Groups,
-    OwnUsage,
     Share,
     UsageFilter,
     UsageRow,
@@ -36,7 +32,6 @@ from metering.reports.usage_reports import (
     own_usage,
     parameters_of,
     period_of,
-    sum_of,
     usage_page,
     usage_total,
 )
@@ -49,7 +44,6 @@ from tests.metering.usage import Acme, Consumed, Customer, add_usage, new_custom
 
 DAY = Grouping.DAY
 LAST = date(2026, 11, 30)
-ALL_DIMENSIONS = tuple(each for each in Grouping if each is not Grouping.REQUEST)
 FIRST, SECOND = datetime(2026, 11, 1, tzinfo=UTC), datetime(2026, 11, 2, 23, 59, 59, tzinfo=UTC)
 
 
@@ -248,169 +242,6 @@ async def test_usage_of_a_closed_month_is_shown_in_the_month_that_charges_it(acm
     ]
 
 
-@pytest.mark.parametrize("seed", range(6))
-async def test_what_keys_and_projects_see_adds_up_to_the_bill_to_the_last_pico(
-    acme: Acme, seed: int
-) -> None:
-    """Random usage of three keys: closed and open months, late and unposted usage, adjustments."""
-    dice = random.Random(seed)
-    async with acme.sessions.begin() as session:
-        bot = await second_key(session)
-        key, secret = await create_api_key(
-            session, organization="acme", project="search", name="more", actor="test"
-        )
-        more = Customer(key.organization_id, "acme", key, secret)
-        bolt = await new_customer(session, "bolt")
-        prices = [acme.price, await new_price(session, "large", embedding_picos_per_token=7_001)]
-    keys = [acme.customer, more, bot]
-    spent: Counter[tuple[uuid.UUID, date]] = Counter()
-
-    async def spend(*months: int) -> None:
-        async with acme.sessions.begin() as session:
-            for who, price in itertools.product((*keys, bolt), prices):
-                events = [consumed(dice, months) for _ in range(dice.randrange(1, 12))]
-                await add_usage(session, who, price, events)
-                for each in events:
-                    spent[who.key.id, each.settled_at.date()] += each.cost(price)
-
-    await spend(9, 10, 11)
-    await rate_all_pending(acme.sessions)
-    for closed in (9, 10)[: dice.randrange(3)]:
-        await acme.mark_closed(date(2026, closed, 1), FIRST)
-    await spend(10, 11)
-    await rate_all_pending(acme.sessions)
-    async with acme.sessions.begin() as session:
-        adjustment = await create_adjustment(
-            session,
-            organization="acme",
-            amount_picos=dice.randrange(1, 10**12),
-            currency_code="USD",
-            reason="an outage",
-            actor="ann",
-        )
-        await approve(session, adjustment_id=str(adjustment.id), actor="bob")
-    await spend(11)  # not posted yet
-
-    projects = {who.key.project_id for who in keys}
-    async with acme.sessions() as session:
-        for month in ("2026-09", "2026-10", "2026-11"):
-            bill = await month_report(session, organization="acme", month=month)
-            of_keys = [await own(session, month, api_key_id=who.key.id) for who in keys]
-            of_projects = [await own(session, month, project_id=each) for each in projects]
-            for found in (of_keys, of_projects):
-                assert sum(each.total.amount_picos for each in found) == sum(
-                    line.amount_picos for line in bill.lines
-                )
-                billed: Counter[tuple[str | None, TokenKind]] = Counter()
-                for row in itertools.chain(*(each.rows for each in found)):
-                    billed.update({(row.model, k): n for k, n in row.token_counts.items()})
-                    if row.pending_picos:
-                        assert month == "2026-11"
-                shown = Counter[tuple[str | None, TokenKind]]()
-                for line in bill.lines:
-                    shown[line.model, line.token_kind] += line.token_count
-                assert month == "2026-11" or +billed == shown
-        used = sorted({day for _, day in spent})
-        for who in keys * 3:
-            days = Days(*sorted(dice.choices(used, k=2)))
-            report = await own(session, days, api_key_id=who.key.id)
-            by_day: Counter[date | None] = Counter()
-            for row in report.rows:
-                by_day[row.day] += row.cost_picos
-            assert by_day == {
-                day: cost
-                for (key_id, day), cost in spent.items()
-                if key_id == who.key.id and days.first <= day <= days.last
-            }
-            assert report.total.cost_picos == by_day.total()
-            what = UsageFilter(days, who.organization_id, api_key_id=who.key.id)
-            total = await usage_total(session, what)
-            assert report.total == total, "the sum of the rows is that of the events"
-
-
-def consumed(dice: random.Random, months: Sequence[int]) -> Consumed:
-    """Make usage of a random moment in one of these months."""
-    begins = datetime(2026, dice.choice(months), 1, tzinfo=UTC)
-    at = begins + timedelta(microseconds=dice.randrange(30 * 86_400 * 10**6))
-    if not dice.randrange(5):
-        return Consumed(embedding_token_count=dice.randrange(1, 999), settled_at=at)
-    input_count, outcome = dice.randrange(999), dice.choice(("stop", "cancelled", "failed"))
-    cached = dice.randrange(input_count + 1)
-    return Consumed(input_count, cached, dice.randrange(999), outcome, at)
-
-
-@pytest.mark.parametrize("seed", range(4))
-async def test_the_rows_of_every_dimension_add_up_to_the_total(acme: Acme, seed: int) -> None:
-    """Random usage with and without end users and labels, some of them erased; closed and open
-    months, late and unposted usage: whatever the grouping, filter and page size, nothing is lost.
-    """
-    dice = random.Random(seed)
-    async with acme.sessions.begin() as session:
-        bot = await second_key(session)
-        prices = [acme.price, await new_price(session, "large")]
-    end_users = [await acme.end_user(f"user-{number}") for number in range(6)]
-    labelled: list[dict[str, str]] = [
-        {},
-        {"team": ""},
-        {"team": "search"},
-        {"team": "search", "feature": "a=b"},
-        {"team": "(not given)"},
-        {"feature": "é"},
-    ]
-
-    async def spend(*months: int) -> None:
-        async with acme.sessions.begin() as session:
-            for who, price in itertools.product((acme.customer, bot), prices):
-                events = [
-                    replace(
-                        consumed(dice, months),
-                        end_user_id=dice.choice([None, *end_users]),
-                        labels=dice.choice(labelled),
-                    )
-                    for _ in range(dice.randrange(10, 30))
-                ]
-                await add_usage(session, who, price, events)
-
-    await spend(9, 10, 11)
-    await rate_all_pending(acme.sessions)
-    await acme.mark_closed(date(2026, 9, 1), FIRST)
-    await spend(9, 10, 11)
-    await rate_all_pending(acme.sessions)
-    await acme.erase(*dice.sample(end_users, 2))
-    await spend(11)  # not posted yet
-
-    november = Days(date(2026, 11, 1), date(2026, 11, 30))
-    for period in ("2026-09", "2026-10", "2026-11", november):
-        what = UsageFilter(period, acme.organization_id)
-        async with acme.sessions() as session:
-            total = await usage_total(session, what)
-        combined = tuple(dice.sample(ALL_DIMENSIONS, 3))
-        for by in (*((each,) for each in ALL_DIMENSIONS), combined):
-            for largest_first in (False, True):
-                terms: dict[str, Any] = {"largest_first": largest_first}
-                if Grouping.LABEL in by:
-                    terms["label_key"] = dice.choice(("team", "feature", "nothing"))
-                found = await rows(acme.sessions, what, *by, **terms)
-                assert sum_of(found) == total, (period, by, terms)
-                costs = [row.cost_picos for row in found]
-                assert not largest_first or costs == sorted(costs, reverse=True)
-        assert sum_of(await rows(acme.sessions, what, Grouping.REQUEST)) == total
-        by_user = await rows(acme.sessions, what, Grouping.END_USER)
-        assert len({row.end_user_id for row in by_user}) == len(by_user)
-        for row in by_user:
-            if row.end_user_id is not None:
-                of_user = replace(what, end_user_id=row.end_user_id)
-                async with acme.sessions() as session:
-                    assert sum_of([row]) == await usage_total(session, of_user)
-        with_team = await rows(acme.sessions, what, Grouping.LABEL, label_key="team")
-        assert {row.label_value for row in with_team} <= {None, "", "search", "(not given)"}
-        for row in with_team:
-            if row.label_value is not None:
-                of_team = replace(what, labels={"team": row.label_value})
-                async with acme.sessions() as session:
-                    assert sum_of([row]) == await usage_total(session, of_team)
-
-
 async def test_no_end_user_an_erased_one_and_an_empty_label_are_rows_of_their_own(
     acme: Acme,
 ) -> None:
@@ -451,18 +282,65 @@ async def test_no_end_user_an_erased_one_and_an_empty_label_are_rows_of_their_ow
     }
 
 
-async def test_hours_are_those_of_utc(acme: Acme) -> None:
-    times = [FIRST, FIRST + timedelta(minutes=59, seconds=59), FIRST + timedelta(hours=1)]
-    await acme.use_and_rate(*(Consumed(1, settled_at=each) for each in times))
+@pytest.mark.parametrize(
+    "border",
+    [
+        "2028-02-29",  # a leap day begins
+        "2028-03-01",  # and ends, with its month
+        "2027-03-01",
+        "2027-01-01",
+        "2027-01-04",  # a Monday
+        "2026-11-20T13:00",
+    ],
+)
+async def test_hours_days_weeks_and_months_of_reports_are_those_of_utc(
+    acme: Acme, border: str
+) -> None:
+    """Rows of usage in the last and the first microsecond, in a session with another time zone."""
+    after = datetime.fromisoformat(border).replace(tzinfo=UTC)
+    before = after - timedelta(microseconds=1)
+    ada = await acme.end_user("ada")
+    price = {"markup_milli": 2000, "model": "", "request_picos": 0, "effective_at": after}
+    of_acme = {"organization_id": acme.organization_id}
+    async with acme.sessions.begin() as session:
+        await session.execute(insert(ResalePrice).values(price | of_acme))
+    used = [Consumed(n, settled_at=at, end_user_id=ada) for n, at in ((1, before), (2, after))]
+    await acme.use_and_rate(*used)
+
+    async def counts(period: str | Days, *by: Grouping) -> dict[Any, int]:
+        """Return tokens by the group's value."""
+        what = UsageFilter(period, acme.organization_id)
+        page = await usage_page(session, what, Groups(by))
+        return {getattr(row, by[0]): row.token_counts[TokenKind.INPUT] for row in page.rows}
+
+    def week_of(at: datetime) -> Days:
+        monday = at.date() - timedelta(days=at.weekday())
+        return Days(monday, monday + timedelta(days=6))
 
     async with acme.sessions() as session:
+        owner = await find_organization(session, "acme")
         await session.execute(text("SET LOCAL TIME ZONE 'Asia/Kathmandu'"))
-        page = await usage_page(session, of(acme.customer), Groups((Grouping.HOUR,)))
-
-    assert [(row.hour, row.request_count) for row in page.rows] == [
-        (FIRST, 2),
-        (FIRST + timedelta(hours=1), 1),
-    ]
+        both = Days(before.date(), after.date())
+        hour = before.replace(minute=0, second=0, microsecond=0)
+        assert await counts(both, Grouping.HOUR) == {hour: 1, after: 2}
+        days = (
+            {before.date(): 1, after.date(): 2}
+            if before.date() < after.date()
+            else {after.date(): 3}
+        )
+        assert await counts(both, DAY) == days
+        for at, tokens in ((before, 1), (after, 2)):
+            month = f"{at:%Y-%m}"
+            other = after if at is before else before
+            in_month = tokens if f"{other:%Y-%m}" != month else 3
+            assert sum((await counts(month, DAY)).values()) == in_month
+            found = await find_statement(session, owner, month, "ada")
+            amounts = {1: 150_000, 2: 2 * 150_000 * 2, 3: 5 * 150_000}
+            assert (found.token_count, found.amount_picos) == (in_month, amounts[in_month])
+            week, day = week_of(at), Days(at.date(), at.date())
+            in_week = tokens if week_of(other) != week else 3
+            assert sum((await counts(week, DAY)).values()) == in_week
+            assert await counts(day, DAY) == {at.date(): days[at.date()]}
 
 
 async def test_a_key_lists_only_its_own_end_users_and_labels(acme: Acme) -> None:
@@ -506,19 +384,6 @@ async def test_an_end_user_is_found_by_name_within_its_organization(acme: Acme) 
             assert found == NOT_GIVEN, "matches no usage"
         with pytest.raises(InvalidValue, match="end_user"):
             await find_end_user_id(session, acme.organization_id, "a\nb")
-
-
-async def own(
-    session: AsyncSession,
-    period: str | Days,
-    *,
-    project_id: uuid.UUID | None = None,
-    api_key_id: uuid.UUID | None = None,
-) -> OwnUsage:
-    """Report the usage of a key or a project of `acme`."""
-    acme = await find_organization(session, "acme")
-    what = UsageFilter(period, acme.id, project_id=project_id, api_key_id=api_key_id)
-    return await own_usage(session, what, Groups(()))
 
 
 @pytest.mark.parametrize(
