@@ -39,7 +39,7 @@ from metering.core.models import (
 from metering.core.pages import check_page_size, page_values, utc_time
 from metering.core.pages import page_token as token_of
 from metering.quotas.quota_admin import ALERTING_DIMENSIONS
-from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Unit, window_end, window_start
+from metering.quotas.quota_rules import DIMENSIONS, Unit, window_end, window_start
 from metering.quotas.quota_states import subject_names
 from metering.store.db import Sessions, database_now
 from metering.tenants.four_eyes import ACTS, WIDENED, KeyAct, widened_fields
@@ -47,7 +47,7 @@ from metering.tenants.four_eyes import ACTS, WIDENED, KeyAct, widened_fields
 ALERTS_MAX = 5_000  # per statement: thresholds may be set on very many limits at once
 STATEMENTS_MAX = 10  # per scan; the next one continues
 # Complete windows of each unit that are scanned; older counters of days are deleted.
-WINDOWS_BACK = {Unit.DAY: 2, Unit.WEEK: 1, Unit.MONTH: 1}
+WINDOWS_BACK: dict[Unit | None, int] = {Unit.DAY: 2, Unit.WEEK: 1, Unit.MONTH: 1}
 USAGE_SUBJECT_ALERTS_PER_HOUR = 1_000  # per organization
 POSTPONED_S = 600  # until a limit beyond these is scanned again
 # Requests that an enforced limit refuses exceed its rest, so that a limit is hardly ever used to
@@ -387,7 +387,7 @@ def _fire(scanned: str, quotas: str, chosen: str, limit: str = "", bounded: str 
 ), near AS MATERIALIZED (
     SELECT l.*, c.used
     FROM limits l, LATERAL (  -- OFFSET 0: always by its key
-        SELECT used
+        SELECT used + coalesce(carried, 0) AS used
         FROM quota_counters
         WHERE quota_id = l.id AND window_start = l.starts_at
         OFFSET 0
@@ -538,15 +538,11 @@ async def fire_due_alerts(sessions: Sessions) -> int:
 
 def scanned_windows(now: datetime) -> list[tuple[QuotaDimension, datetime, datetime]]:
     """Compute the quota windows to scan, as tuples of dimension, start and end."""
-    windows = [
-        (QuotaDimension.PREPAID_CREDIT_PICOS, NO_WINDOW, datetime.max.replace(tzinfo=now.tzinfo))
-    ]
-    for dimension in ALERTING_DIMENSIONS:
+    never = datetime.max.replace(tzinfo=now.tzinfo)
+    windows: list[tuple[QuotaDimension, datetime, datetime]] = []
+    for dimension in (QuotaDimension.PREPAID_CREDIT_PICOS, *ALERTING_DIMENSIONS):
         starts_at, unit = window_start(dimension, now), DIMENSIONS[dimension][1]
-        assert unit is not None
-        for _ in range(1 + WINDOWS_BACK[unit]):
-            ends_at = window_end(dimension, starts_at)
-            assert ends_at is not None
-            windows.append((dimension, starts_at, ends_at))
+        for _ in range(1 + WINDOWS_BACK.get(unit, 0)):
+            windows.append((dimension, starts_at, window_end(dimension, starts_at) or never))
             starts_at = window_start(dimension, starts_at - timedelta(days=1))
     return windows

@@ -25,25 +25,35 @@ export const QUOTA_DIMENSIONS = [
   "requests-per-day",
   "requests-per-week",
   "requests-per-month",
+  "requests-per-window",
+  "requests-per-lifetime",
   "tokens-per-minute",
   "tokens-per-hour",
   "tokens-per-day",
   "tokens-per-week",
   "tokens-per-month",
+  "tokens-per-window",
+  "tokens-per-lifetime",
   "input-tokens-per-minute",
   "input-tokens-per-hour",
   "input-tokens-per-day",
   "input-tokens-per-week",
   "input-tokens-per-month",
+  "input-tokens-per-window",
+  "input-tokens-per-lifetime",
   "output-tokens-per-minute",
   "output-tokens-per-hour",
   "output-tokens-per-day",
   "output-tokens-per-week",
   "output-tokens-per-month",
+  "output-tokens-per-window",
+  "output-tokens-per-lifetime",
   "cost-per-hour",
   "cost-per-day",
   "cost-per-week",
   "cost-per-month",
+  "cost-per-window",
+  "cost-per-lifetime",
   "prepaid-credit",
 ] as const;
 
@@ -761,9 +771,12 @@ export interface QuotaStatus {
    * lowered below the usage.
    */
   readonly remainingValue: bigint;
-  /** Time when the window ends and `used_value` resets to zero. Unset for concurrency. */
+  /**
+   * Time when the window ends and `used_value` resets to zero. In a rolling window, it falls step
+   * by step until then. Unset for concurrency, prepaid credit and the lifetime.
+   */
   readonly resetTime: Date | undefined;
-  /** Time from now to `reset_time`. Unset for concurrency. */
+  /** Time from now to `reset_time`. Unset with it. */
   readonly resetDelayMs: number | undefined;
   /**
    * Display name: "organization", "organization/project", a key's prefix, the name of an end user,
@@ -830,6 +843,8 @@ export interface QuotaStatus {
   readonly withinName: string;
   /** UUID of the selector that gives this limit its terms. Empty if it has terms of its own. */
   readonly selectorId: string;
+  /** Length of a rolling window. 0 for every other dimension. */
+  readonly windowMinutes: number;
 }
 
 /** Quote of a request, if it were started now. */
@@ -1573,7 +1588,10 @@ export interface ConfigurationChange {
    * has the path of its subject.
    */
   readonly path: string;
-  /** Identity of a quota: dimension, model, `for_new_keys`, `for_each`, `end_user` and `label`. */
+  /**
+   * Identity of a quota: dimension, `window_minutes`, model, `for_new_keys`, `for_each`, `end_user`
+   * and `label`.
+   */
   readonly quota: JsonValue | undefined;
   /** Changed fields; all fields of a new object. */
   readonly fields: readonly FieldChange[];

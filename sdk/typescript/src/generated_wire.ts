@@ -722,6 +722,7 @@ export function quotaStatus(
     withinId: value.withinId,
     withinName: value.withinName,
     selectorId: value.selectorId,
+    windowMinutes: value.windowMinutes,
   });
 }
 

@@ -50,6 +50,10 @@ class QuotaDimension(StrEnum):
     """Requests admitted in an ISO week, from Monday, UTC."""
     REQUESTS_PER_MONTH = "requests-per-month"
     """Requests admitted in a calendar month, UTC."""
+    REQUESTS_PER_WINDOW = "requests-per-window"
+    """Requests admitted in a rolling window of so many minutes as the quota says."""
+    REQUESTS_PER_LIFETIME = "requests-per-lifetime"
+    """Requests admitted since the beginning: it never resets."""
     TOKENS_PER_MINUTE = "tokens-per-minute"
     """Input and output tokens in a calendar minute, by their weights."""
     TOKENS_PER_HOUR = "tokens-per-hour"
@@ -60,6 +64,11 @@ class QuotaDimension(StrEnum):
     """Input and output tokens in an ISO week, from Monday, UTC, by their weights."""
     TOKENS_PER_MONTH = "tokens-per-month"
     """Input and output tokens in a calendar month, UTC, by their weights."""
+    TOKENS_PER_WINDOW = "tokens-per-window"
+    """Input and output tokens in a rolling window of so many minutes as the quota says, by their
+    weights."""
+    TOKENS_PER_LIFETIME = "tokens-per-lifetime"
+    """Input and output tokens since the beginning: it never resets, by their weights."""
     INPUT_TOKENS_PER_MINUTE = "input-tokens-per-minute"
     """Input tokens in a calendar minute, by their weights."""
     INPUT_TOKENS_PER_HOUR = "input-tokens-per-hour"
@@ -70,6 +79,10 @@ class QuotaDimension(StrEnum):
     """Input tokens in an ISO week, from Monday, UTC, by their weights."""
     INPUT_TOKENS_PER_MONTH = "input-tokens-per-month"
     """Input tokens in a calendar month, UTC, by their weights."""
+    INPUT_TOKENS_PER_WINDOW = "input-tokens-per-window"
+    """Input tokens in a rolling window of so many minutes as the quota says, by their weights."""
+    INPUT_TOKENS_PER_LIFETIME = "input-tokens-per-lifetime"
+    """Input tokens since the beginning: it never resets, by their weights."""
     OUTPUT_TOKENS_PER_MINUTE = "output-tokens-per-minute"
     """Output tokens in a calendar minute, by their weight."""
     OUTPUT_TOKENS_PER_HOUR = "output-tokens-per-hour"
@@ -80,6 +93,10 @@ class QuotaDimension(StrEnum):
     """Output tokens in an ISO week, from Monday, UTC, by their weight."""
     OUTPUT_TOKENS_PER_MONTH = "output-tokens-per-month"
     """Output tokens in a calendar month, UTC, by their weight."""
+    OUTPUT_TOKENS_PER_WINDOW = "output-tokens-per-window"
+    """Output tokens in a rolling window of so many minutes as the quota says, by their weight."""
+    OUTPUT_TOKENS_PER_LIFETIME = "output-tokens-per-lifetime"
+    """Output tokens since the beginning: it never resets, by their weight."""
     COST_PER_HOUR = "cost-per-hour"
     """Money in a calendar hour, UTC; the limit is in picos of the organization's currency."""
     COST_PER_DAY = "cost-per-day"
@@ -89,6 +106,10 @@ class QuotaDimension(StrEnum):
     currency."""
     COST_PER_MONTH = "cost-per-month"
     """Money in a calendar month, UTC; the limit is in picos of the organization's currency."""
+    COST_PER_WINDOW = "cost-per-window"
+    """Money in a rolling window of so many minutes as the quota says; in picos."""
+    COST_PER_LIFETIME = "cost-per-lifetime"
+    """Money since the beginning, in picos: it never resets."""
     PREPAID_CREDIT = "prepaid-credit"
     """Credit of a prepaid organization. It cannot be set: it follows from credit grants. The limit
     is the usage before this month plus the credit that this month may spend, in picos; its
@@ -871,9 +892,10 @@ class QuotaStatus(LimitName):
     """`limit_value` - `used_value` - `held_value`. Negative if the limit is not enforced or was
     lowered below the usage."""
     reset_time: datetime | None = None
-    """Time when the window ends and `used_value` resets to zero. Unset for concurrency."""
+    """Time when the window ends and `used_value` resets to zero. In a rolling window, it falls step
+    by step until then. Unset for concurrency, prepaid credit and the lifetime."""
     reset_delay_s: float | None = None
-    """Time from now to `reset_time`. Unset for concurrency."""
+    """Time from now to `reset_time`. Unset with it."""
     subject_name: str = ""
     """Display name: "organization", "organization/project", a key's prefix, the name of an end
     user, or "key=value" of a label. In `admitted` and `finished` frames of end users and labels
@@ -921,6 +943,8 @@ class QuotaStatus(LimitName):
     `finished` frames."""
     selector_id: str = ""
     """UUID of the selector that gives this limit its terms. Empty if it has terms of its own."""
+    window_minutes: int = 0
+    """Length of a rolling window. 0 for every other dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1706,7 +1730,8 @@ class ConfigurationChange(Value):
     fields: tuple[FieldChange, ...] = ()
     """Changed fields; all fields of a new object."""
     quota: dict[str, object] = field(default_factory=dict)
-    """Identity of a quota: dimension, model, `for_new_keys`, `for_each`, `end_user` and `label`."""
+    """Identity of a quota: dimension, `window_minutes`, model, `for_new_keys`, `for_each`,
+    `end_user` and `label`."""
     api_key_prefix: str = ""
     """The first characters of a key. For a new key only after its creation."""
     secret: str = field(default="", repr=False)
