@@ -270,8 +270,8 @@ FROM (
 WINDOW history AS (PARTITION BY id, quota_id ORDER BY mark = 0, mark)
 """
 
-# First of the counters of a rolling window up to a row's bucket: all that counted when a request was
-# admitted there. A row of another window counts alone, with what it carries.
+# First of the counters of a rolling window up to a row's bucket: all that counted when a request
+# was admitted there. A row of another window counts alone, with what it carries.
 WINDOW_FROM = "c.window_start - make_interval(mins => q.window_minutes)"
 # Start of the last bucket in a window with the row's.
 WINDOW_UNTIL = "c.window_start + make_interval(mins => q.window_minutes)"

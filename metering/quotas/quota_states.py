@@ -8,7 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import (
@@ -40,20 +40,19 @@ from metering.core.models import (
 )
 from metering.quotas.quota_rules import (
     BUCKETS_MAX,
-    DIMENSIONS,
     FOR_END_USERS,
     FOR_LABEL,
     NO_WINDOW,
+    UNITS,
     USED_MAX,
     QuotaRule,
     QuotaState,
-    Unit,
     Weights,
-    window_start,
+    window_starts,
 )
 from metering.tenants.tenants import as_uuid, find_organization
 
-CALENDAR = [each for each, (_, unit, *_) in DIMENSIONS.items() if unit is not Unit.WINDOW]
+LATEST = datetime.max.replace(tzinfo=UTC)
 SUBJECT_ORDER = list(QuotaSubject)
 DIMENSION_ORDER = list(QuotaDimension)
 
@@ -204,9 +203,11 @@ async def states(session: AsyncSession, query: Select[Quota]) -> list[QuotaState
     now: datetime = (await session.scalars(select(func.clock_timestamp()))).one()
     selector = aliased(Quota)
     rolls = Quota.window_minutes > 0
+    starts = [(unit, window_starts(now)[number]) for number, unit in enumerate(UNITS) if unit]
     first = case(
         (rolls, _counted_from(now)),
-        *((Quota.dimension == d, literal(window_start(d, now))) for d in CALENDAR),
+        *((Quota.dimension.endswith(f"_per_{unit}"), literal(start)) for unit, start in starts),
+        else_=literal(NO_WINDOW),
     )
     counters = (
         select(
@@ -224,16 +225,15 @@ async def states(session: AsyncSession, query: Select[Quota]) -> list[QuotaState
         )
         .where(
             QuotaCounter.quota_id == Quota.id,
-            QuotaCounter.window_start >= first,
-            or_(rolls, QuotaCounter.window_start == first),
+            QuotaCounter.window_start.between(first, case((rolls, literal(LATEST)), else_=first)),
         )
         .correlate(Quota)
         .lateral("counters")
     )
     counted = (
         query.where(Quota.deleted_at.is_(None))
-        .join(counters, true())
         .outerjoin(selector, selector.id == Quota.selector_id)
+        .join(counters, true())
         .where(selector.deleted_at.is_(None))
         .add_columns(
             selector,
@@ -252,7 +252,7 @@ async def states(session: AsyncSession, query: Select[Quota]) -> list[QuotaState
 
 def _counted_from(now: datetime) -> ColumnElement[datetime]:
     """Build SQL of `QuotaRule.counted_from`: the first bucket that a rolling window counts."""
-    bucket = (Quota.window_minutes + BUCKETS_MAX - 1) / BUCKETS_MAX
+    bucket = (Quota.window_minutes + BUCKETS_MAX - 1) // BUCKETS_MAX
     present = func.date_bin(func.make_interval(0, 0, 0, 0, 0, bucket), now, NO_WINDOW)
     return present - func.make_interval(0, 0, 0, 0, 0, Quota.window_minutes)
 

@@ -36,7 +36,7 @@ from metering.store.db import psycopg_conninfo
 from metering.store.group_commit import awaited
 
 MODEL = "demo"
-WINDOW_MINUTES = 300  # of rolling windows, unless a test says another
+WINDOW_MINUTES = 300  # of rolling windows
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
 INPUT_PICOS, CACHED_PICOS, OUTPUT_PICOS, EMBEDDING_PICOS = 3, 1, 7, 2
 TABLES = """
@@ -196,10 +196,9 @@ class HoldWorld:
     ) -> uuid.UUID:
         """Set a limit on the payer's organization, project or key.
 
-        A dimension of a rolling window has one of `WINDOW_MINUTES` unless another is given.
+        A rolling window has the length `minutes_of` unless another is given.
         """
-        if str(dimension).endswith("_per_window"):
-            window_minutes = window_minutes or WINDOW_MINUTES
+        window_minutes = window_minutes or minutes_of(dimension)
         subject_id = {
             QuotaSubject.ORGANIZATION: payer.organization_id,
             QuotaSubject.PROJECT: payer.project_id,
@@ -270,6 +269,11 @@ class HoldWorld:
             self.url, process_id or uuid.uuid4(), expiry_s=expiry_s, signer=signer
         ) as holds:
             return await holds.execute(operations)
+
+
+def minutes_of(dimension: QuotaDimension) -> int:
+    """Return `WINDOW_MINUTES` for a rolling window, 0 for any other dimension."""
+    return WINDOW_MINUTES if dimension.endswith("_per_window") else 0
 
 
 def admit(

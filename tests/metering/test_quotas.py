@@ -25,9 +25,9 @@ from metering.quotas.quota_rules import (
     CounterKey,
     QuotaRule,
     QuotaState,
+    Unit,
     Weights,
     token_scale,
-    Unit,
     window_end,
     window_start,
 )

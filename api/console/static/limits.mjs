@@ -39,7 +39,7 @@ export const limits = {
 };
 
 const columns = (currency) => [
-  column("Limit of", (each) => [dimensionWords(each.dimension), each.model ? ` on ${each.model}` : "", remarksOf(each)]),
+  column("Limit of", (each) => [dimensionWords(each.dimension, each.windowMinutes), each.model ? ` on ${each.model}` : "", remarksOf(each)]),
   column("Set on", (each) => [each.forNewKeys ? "new keys of " : "", words(each.subject, "QUOTA_SUBJECT_"), h("br"), h("span", { class: "note" }, each.subjectName ?? "")]),
   column("Usage", (each) => meter(each.usedValue, each.heldValue, each.limitValue)),
   column("Used", (each) => limitValue(each.dimension, each.usedValue), true),
@@ -47,7 +47,7 @@ const columns = (currency) => [
   column("Left", (each) => limitValue(each.dimension, each.remainingValue), true),
   column("Limit", (each) => limitValue(each.dimension, each.limitValue), true),
   column("Unit", (each) => unitOf(each.dimension, currency)),
-  column("Resets", (each) => each.resetTime ? [`in ${wait(secondsOf(each.resetDelay))}`, h("div", { class: "note" }, time(each.resetTime))] : "as requests end"),
+  column("Resets", (each) => each.resetTime ? [`in ${wait(secondsOf(each.resetDelay))}`, h("div", { class: "note" }, time(each.resetTime))] : /LIFETIME|CREDIT/.test(each.dimension) ? "never" : "as requests end"),
 ];
 
 function unitOf(dimension, currency) {
