@@ -386,7 +386,10 @@ def refusal_headers(facts: Mapping[str, str]) -> dict[str, str]:
 
 
 def limit_headers(kind: str, limit: int, remaining: int, reset_s: float | None) -> dict[str, str]:
-    """Build the headers with a limit, the remaining amount and the time until it resets, if ever."""
+    """Build the headers with a limit, the remaining amount and the time until it resets.
+
+    `reset_s` is None if it never does.
+    """
     headers = {
         f"x-ratelimit-limit-{kind}": str(limit),
         f"x-ratelimit-remaining-{kind}": str(max(remaining, 0)),

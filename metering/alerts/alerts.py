@@ -387,7 +387,7 @@ def _fire(scanned: str, quotas: str, chosen: str, limit: str = "", bounded: str 
 ), near AS MATERIALIZED (
     SELECT l.*, c.used
     FROM limits l, LATERAL (  -- OFFSET 0: always by its key
-        SELECT used + coalesce(carried, 0) AS used
+        SELECT used
         FROM quota_counters
         WHERE quota_id = l.id AND window_start = l.starts_at
         OFFSET 0

@@ -422,11 +422,10 @@ class QuotaTerms:
 class QuotaCounter(Base):
     """Used and held amounts of one quota in one window: the sums over its holds and usage events.
 
-    `carried` counts against the limit too. A rolling window has a row for each bucket of minutes:
-    only one is open, and carries what the others that still count have used and hold. In a closed
-    one it is NULL: nothing is admitted there. It may be deleted after `kept_until`, which is NULL
-    for any other window. For the lifetime it is the usage before the rows of
-    holds and usage events that are kept.
+    A rolling window has a row for each bucket of minutes. Only one is open: `carried` is what the
+    others that still count have used and hold, which counts against the limit too. In a closed one
+    it is NULL, and nothing is admitted there. A bucket may be deleted after `kept_until`, which is
+    NULL for any other window.
     `would_refuse_count` counts admissions that an unenforced quota would have refused.
     """
 

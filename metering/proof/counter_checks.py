@@ -271,7 +271,7 @@ WINDOW history AS (PARTITION BY id, quota_id ORDER BY mark = 0, mark)
 """
 
 # First of the counters of a rolling window up to a row's bucket: all that counted when a request
-# was admitted there. A row of another window counts alone, with what it carries.
+# was admitted there. A row of another window counts alone.
 WINDOW_FROM = "c.window_start - make_interval(mins => q.window_minutes)"
 # Start of the last bucket in a window with the row's.
 WINDOW_UNTIL = "c.window_start + make_interval(mins => q.window_minutes)"
@@ -288,9 +288,7 @@ WITHIN_LIMITS = Check(
         "concat('counter of quota ', quota_id, ' (', dimension, ') from ', window_start)",
         f"""
         SELECT c.quota_id, c.window_start, q.dimension, late.picos AS late_picos,
-               c.used + CASE WHEN q.window_minutes = 0 THEN c.carried ELSE 0 END
-                   + before.amount AS used,
-               c.held,
+               c.used + before.amount AS used, c.held,
                CASE WHEN (q.override_until IS NOT NULL
                            AND (q.dimension = 'prepaid_credit_picos'
                                 OR position('_per_lifetime' IN q.dimension) > 0))
@@ -469,7 +467,7 @@ COUNTER_CHECKS = (
             "concat('prepaid credit of organization ', organization_id)",
             f"""
             SELECT o.organization_id,
-                   coalesce(c.used + c.carried, 0) AS used,
+                   coalesce(c.used, 0) AS used,
                    coalesce(posted.picos, 0) AS posted_picos,
                    coalesce(unrated.picos, 0) AS unrated_picos,
                    coalesce(live.picos, 0) AS live_picos,

@@ -389,7 +389,7 @@ def check_window(key: QuotaKey) -> None:
         raise InvalidValue(
             "window_minutes",
             f"a window of {minutes} minutes would be counted in steps of"
-            f" {bucket_of(minutes) // MINUTE} minutes, and is no multiple of that: give {shorter}"
+            f" {bucket_of(minutes) // MINUTE} minutes, and is not a multiple of that: give {shorter}"
             f" or {longer}",
         )
 

@@ -20,13 +20,14 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import func, or_, select, text
+from sqlalchemy import delete, func, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.models import (
     Hold,
     HoldState,
     Quota,
+    QuotaCounter,
     QuotaDimension,
     QuotaSubject,
     TokenKind,
@@ -37,11 +38,9 @@ from metering.quotas.quota_rules import (
     DIMENSIONS,
     FOR_LABEL,
     MINUTE,
-    NO_WINDOW,
     USED_MAX,
     Kind,
     Unit,
-    bucket_kept_until,
     bucket_of,
     token_scale,
     window_end,
@@ -303,21 +302,17 @@ JOIN projects p ON p.id = c.project_id
 WHERE p.organization_id = ANY(:organization_ids)
 """)
 
+# Buckets of a rolling window are closed until the next request opens one.
 INSERT_COUNTERS = text("""
 INSERT INTO quota_counters (quota_id, window_start, used, held, carried, kept_until)
-SELECT * FROM unnest(
+SELECT c.*, CASE WHEN q.window_minutes = 0 THEN 0 END,
+    CASE WHEN q.window_minutes > 0 THEN c.window_start
+        + make_interval(hours => 48, mins => q.window_minutes + (q.window_minutes + 59) / 60) END
+FROM unnest(
     CAST(:quota_ids AS uuid[]), CAST(:starts AS timestamptz[]),
-    CAST(:used AS bigint[]), CAST(:held AS bigint[]), CAST(:carried AS bigint[]),
-    CAST(:kept AS timestamptz[])
-)
-""")
-# What a lifetime counter has counted of usage that is no longer recorded stays as it was counted.
-DELETE_COUNTERS = text("""
-DELETE FROM quota_counters c
-WHERE c.quota_id IN (
-    SELECT id FROM quotas
-    WHERE id = ANY(:quota_ids) OR selector_id = ANY(:quota_ids) AND deleted_at IS NULL)
-RETURNING c.quota_id, c.window_start, c.carried
+    CAST(:used AS bigint[]), CAST(:held AS bigint[])
+) AS c (quota_id, window_start, used, held)
+JOIN quotas q ON q.id = c.quota_id
 """)
 
 CHARGE_HOLDS = text("""
@@ -630,8 +625,12 @@ def _values(group: Sequence[tuple[Recount, Collection[Window]]]) -> dict[str, An
 async def _write(session: AsyncSession, recounts: Sequence[Recount]) -> None:
     """Write the summed counters, and charge the live holds to the quotas."""
     ids = [each.quota.id for each in recounts]
-    deleted = await session.execute(DELETE_COUNTERS, {"quota_ids": ids})
-    carried = {row.quota_id: row.carried for row in deleted if row.window_start == NO_WINDOW}
+    given = select(Quota.id).where(Quota.selector_id.in_(ids), Quota.deleted_at.is_(None))
+    await session.execute(
+        delete(QuotaCounter).where(
+            or_(QuotaCounter.quota_id.in_(ids), QuotaCounter.quota_id.in_(given))
+        )
+    )
     await session.execute(RETIRE_GIVEN, {"quota_ids": ids})
     members = {
         each.number: await _member_quotas(session, each) if each.quota.for_each else {}
@@ -642,29 +641,18 @@ async def _write(session: AsyncSession, recounts: Sequence[Recount]) -> None:
         return members[each.number].get(member) if each.quota.for_each else each.quota.id
 
     rows = [
-        (
-            quota_id,
-            start,
-            min(each.used[member, start], USED_MAX),
-            each.held[member, start],
-            # Buckets of a rolling window are closed until the next request opens one.
-            *(
-                (None, bucket_kept_until(minutes, start))
-                if (minutes := each.quota.window_minutes)
-                else (carried.pop(quota_id, 0), None)
-            ),
-        )
+        (quota_id, start, min(each.used[member, start], USED_MAX), each.held[member, start])
         for each in recounts
         for member, start in {**each.used, **each.held}
         if each.used[member, start] or each.held[member, start]
         if any(start == present for present, _ in each.windows)
         if (quota_id := quota_of(each, member)) is not None
     ]
-    rows += [(quota_id, NO_WINDOW, 0, 0, amount, None) for quota_id, amount in carried.items()]
     if rows:
-        columns = "quota_ids", "starts", "used", "held", "carried", "kept"
-        values = dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True))
-        await session.execute(INSERT_COUNTERS, values)
+        quota_ids, starts, used, held = map(list, zip(*rows, strict=True))
+        await session.execute(
+            INSERT_COUNTERS, {"quota_ids": quota_ids, "starts": starts, "used": used, "held": held}
+        )
     charged = [
         (hold_id, quota_id)
         for each in recounts

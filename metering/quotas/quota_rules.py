@@ -24,6 +24,8 @@ from typing import NamedTuple, Protocol, TypeVar, overload
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.pricing.prices import TokenPrices
 
+V = TypeVar("V")
+
 NO_WINDOW = datetime(1970, 1, 1, tzinfo=UTC)  # the one "window" of a dimension that never resets
 MINUTE = timedelta(minutes=1)
 
@@ -116,8 +118,6 @@ DIMENSIONS = {dimension: _measure_and_window(dimension) for dimension in QuotaDi
 
 UNITS = (None, *Unit)  # a window of the calendar is numbered by its index here
 
-V = TypeVar("V")
-
 
 class ByWindow(dict[int, V]):
     """Values by the number of a window (`window_number`), each computed once."""
@@ -143,16 +143,6 @@ def window_number(dimension: QuotaDimension, window_minutes: int = 0) -> int:
 def bucket_of(window_minutes: int) -> timedelta:
     """Return the length of a rolling window's buckets."""
     return -(-window_minutes // BUCKETS_MAX) * MINUTE
-
-
-def bucket_leaves_at(window_minutes: int, start: datetime) -> datetime:
-    """Return when the bucket with this start leaves a rolling window."""
-    return start + window_minutes * MINUTE + bucket_of(window_minutes)
-
-
-def bucket_kept_until(window_minutes: int, start: datetime) -> datetime:
-    """Return when the counter of the bucket with this start may be deleted."""
-    return bucket_leaves_at(window_minutes, start) + BUCKETS_KEPT
 
 
 @functools.lru_cache(maxsize=4096)  # a batch asks for the same few times repeatedly
@@ -214,8 +204,8 @@ def window_end(dimension: QuotaDimension, at: datetime, window_minutes: int = 0)
 def window_reset(window: int, at: datetime) -> datetime | None:
     """Compute when nothing that counts at `at` counts any more; None if it always does.
 
-    A rolling window counts the buckets that begin up to its length before the present one, so
-    that it is never shorter than it says: what is charged leaves it a bucket late at most.
+    A rolling window counts the buckets that begin up to its length before the present one: it is
+    never shorter than its length, and a charge leaves it a bucket late at most.
     """
     end = window_ends(at)[window]
     return end if end is None or window > 0 else end - window * MINUTE
@@ -394,11 +384,11 @@ class QuotaRule:
 
     def kept_until(self, start: datetime) -> datetime | None:
         """Return when the counter of a rolling window may be deleted; None for any other."""
-        return bucket_kept_until(self.window_minutes, start) if self.window_minutes else None
+        return self.leaves_at(start) + BUCKETS_KEPT if self.window_minutes else None
 
     def leaves_at(self, start: datetime) -> datetime:
         """Return when the bucket with this start leaves a rolling window."""
-        return bucket_leaves_at(self.window_minutes, start)
+        return start + self.window_minutes * MINUTE + bucket_of(self.window_minutes)
 
     def key(self, at: datetime) -> CounterKey:
         """Return the key of the counter that a charge at this time counts in."""

@@ -215,7 +215,6 @@ async def states(session: AsyncSession, query: Select[Quota]) -> list[QuotaState
                 func.coalesce(func.sum(each), 0).label(name)
                 for name, each in (
                     ("used", QuotaCounter.used),
-                    ("carried", case((~rolls, QuotaCounter.carried), else_=0)),
                     ("held", QuotaCounter.held),
                     ("would_refuse", QuotaCounter.would_refuse_count),
                 )
@@ -237,7 +236,7 @@ async def states(session: AsyncSession, query: Select[Quota]) -> list[QuotaState
         .where(selector.deleted_at.is_(None))
         .add_columns(
             selector,
-            counters.c.used + counters.c.carried,
+            counters.c.used,
             counters.c.held,
             counters.c.would_refuse,
             counters.c.starts,

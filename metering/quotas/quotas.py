@@ -220,8 +220,8 @@ class Counters(msgspec.Struct, eq=False):
     another row could change raises `Undecided`. `increments` are the used and held amounts added to
     missing rows.
 
-    `carried` has what a row counts beside its own charges, which its `used` includes here: for the
-    open bucket of a rolling window, the sum of the others. `opened` has, by number of the rule, the
+    `carried` has what the open bucket of a rolling window counts beside its own charges, the sum of
+    the others, which its `used` includes here. `opened` has, by number of the rule, the
     open bucket and the start of the first one that it counts. `rolled` are the amounts to carry in
     the table, None for a bucket to close.
     """

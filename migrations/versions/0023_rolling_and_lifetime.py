@@ -1,7 +1,7 @@
 """Limits on rolling windows and on the lifetime.
 
 A rolling window has one counter for each bucket of minutes. One of them is open and carries what
-the others count; `carried` of a lifetime is the usage before the rows that are kept.
+the others count.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ CREATE INDEX ix_quota_counters_kept_until ON quota_counters (kept_until)
     WHERE kept_until IS NOT NULL;
 """
 COUNTERS_DOWN = """
-UPDATE quota_counters SET used = used + carried WHERE carried > 0;
 DROP INDEX ix_quota_counters_kept_until, ix_quota_counters_window_start;
 ALTER TABLE quota_counters DROP COLUMN carried, DROP COLUMN kept_until;
 CREATE INDEX ix_quota_counters_window_start ON quota_counters (window_start);

@@ -80,12 +80,11 @@ async def set_limit(
         given |= {f"{name}_weight_milli": each for name, each in weights._asdict().items()}
     if enforced is not None:
         given["enforced"] = enforced
-    named = {"window_minutes": minutes_of(dimension)}
-    key = QuotaKey(dimension, model, **named)
+    key = QuotaKey(dimension, model, window_minutes=minutes_of(dimension))
     if subject is QuotaSubject.END_USER:
-        subject, key = QuotaSubject.PROJECT, QuotaKey(dimension, model, end_user=END_USER, **named)
+        subject, key = QuotaSubject.PROJECT, replace(key, end_user=END_USER)
     elif subject is QuotaSubject.LABEL:
-        subject, key = QuotaSubject.ORGANIZATION, QuotaKey(dimension, model, label=LABEL, **named)
+        subject, key = QuotaSubject.ORGANIZATION, replace(key, label=LABEL)
     async with sessions.begin() as session:
         return await set_quota(
             session,

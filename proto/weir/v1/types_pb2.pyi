@@ -138,9 +138,9 @@ class _QuotaDimensionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QuotaD
     QUOTA_DIMENSION_REQUESTS_PER_MONTH: _QuotaDimension.ValueType  # 24
     """Requests admitted in a calendar month, UTC."""
     QUOTA_DIMENSION_REQUESTS_PER_WINDOW: _QuotaDimension.ValueType  # 27
-    """Requests admitted in a rolling window of so many minutes as the quota says."""
+    """Requests admitted in any `window_minutes` minutes."""
     QUOTA_DIMENSION_REQUESTS_PER_LIFETIME: _QuotaDimension.ValueType  # 32
-    """Requests admitted since the beginning: it never resets."""
+    """Requests admitted in total: never reset."""
     QUOTA_DIMENSION_TOKENS_PER_MINUTE: _QuotaDimension.ValueType  # 3
     """Input and output tokens in a calendar minute, by their weights."""
     QUOTA_DIMENSION_TOKENS_PER_HOUR: _QuotaDimension.ValueType  # 12
@@ -152,9 +152,9 @@ class _QuotaDimensionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QuotaD
     QUOTA_DIMENSION_TOKENS_PER_MONTH: _QuotaDimension.ValueType  # 5
     """Input and output tokens in a calendar month, UTC, by their weights."""
     QUOTA_DIMENSION_TOKENS_PER_WINDOW: _QuotaDimension.ValueType  # 28
-    """Input and output tokens in a rolling window of so many minutes as the quota says, by their weights."""
+    """Input and output tokens in any `window_minutes` minutes, by their weights."""
     QUOTA_DIMENSION_TOKENS_PER_LIFETIME: _QuotaDimension.ValueType  # 33
-    """Input and output tokens since the beginning: it never resets, by their weights."""
+    """Input and output tokens in total, by their weights: never reset."""
     QUOTA_DIMENSION_INPUT_TOKENS_PER_MINUTE: _QuotaDimension.ValueType  # 7
     """Input tokens in a calendar minute, by their weights."""
     QUOTA_DIMENSION_INPUT_TOKENS_PER_HOUR: _QuotaDimension.ValueType  # 13
@@ -166,9 +166,9 @@ class _QuotaDimensionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QuotaD
     QUOTA_DIMENSION_INPUT_TOKENS_PER_MONTH: _QuotaDimension.ValueType  # 25
     """Input tokens in a calendar month, UTC, by their weights."""
     QUOTA_DIMENSION_INPUT_TOKENS_PER_WINDOW: _QuotaDimension.ValueType  # 29
-    """Input tokens in a rolling window of so many minutes as the quota says, by their weights."""
+    """Input tokens in any `window_minutes` minutes, by their weights."""
     QUOTA_DIMENSION_INPUT_TOKENS_PER_LIFETIME: _QuotaDimension.ValueType  # 34
-    """Input tokens since the beginning: it never resets, by their weights."""
+    """Input tokens in total, by their weights: never reset."""
     QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MINUTE: _QuotaDimension.ValueType  # 8
     """Output tokens in a calendar minute, by their weight."""
     QUOTA_DIMENSION_OUTPUT_TOKENS_PER_HOUR: _QuotaDimension.ValueType  # 14
@@ -180,9 +180,9 @@ class _QuotaDimensionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QuotaD
     QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MONTH: _QuotaDimension.ValueType  # 26
     """Output tokens in a calendar month, UTC, by their weight."""
     QUOTA_DIMENSION_OUTPUT_TOKENS_PER_WINDOW: _QuotaDimension.ValueType  # 30
-    """Output tokens in a rolling window of so many minutes as the quota says, by their weight."""
+    """Output tokens in any `window_minutes` minutes, by their weight."""
     QUOTA_DIMENSION_OUTPUT_TOKENS_PER_LIFETIME: _QuotaDimension.ValueType  # 35
-    """Output tokens since the beginning: it never resets, by their weight."""
+    """Output tokens in total, by their weight: never reset."""
     QUOTA_DIMENSION_COST_PICOS_PER_HOUR: _QuotaDimension.ValueType  # 15
     """Money in a calendar hour, UTC; the limit is in picos of the organization's currency."""
     QUOTA_DIMENSION_COST_PICOS_PER_DAY: _QuotaDimension.ValueType  # 9
@@ -192,9 +192,9 @@ class _QuotaDimensionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QuotaD
     QUOTA_DIMENSION_COST_PICOS_PER_MONTH: _QuotaDimension.ValueType  # 6
     """Money in a calendar month, UTC; the limit is in picos of the organization's currency."""
     QUOTA_DIMENSION_COST_PICOS_PER_WINDOW: _QuotaDimension.ValueType  # 31
-    """Money in a rolling window of so many minutes as the quota says; in picos."""
+    """Money in any `window_minutes` minutes; in picos."""
     QUOTA_DIMENSION_COST_PICOS_PER_LIFETIME: _QuotaDimension.ValueType  # 36
-    """Money since the beginning, in picos: it never resets."""
+    """Money in total, in picos: never reset."""
     QUOTA_DIMENSION_PREPAID_CREDIT_PICOS: _QuotaDimension.ValueType  # 10
     """Credit of a prepaid organization. It cannot be set: it follows from credit grants. The limit is
     the usage before this month plus the credit that this month may spend, in picos; its remainder
@@ -219,9 +219,9 @@ QUOTA_DIMENSION_REQUESTS_PER_WEEK: QuotaDimension.ValueType  # 19
 QUOTA_DIMENSION_REQUESTS_PER_MONTH: QuotaDimension.ValueType  # 24
 """Requests admitted in a calendar month, UTC."""
 QUOTA_DIMENSION_REQUESTS_PER_WINDOW: QuotaDimension.ValueType  # 27
-"""Requests admitted in a rolling window of so many minutes as the quota says."""
+"""Requests admitted in any `window_minutes` minutes."""
 QUOTA_DIMENSION_REQUESTS_PER_LIFETIME: QuotaDimension.ValueType  # 32
-"""Requests admitted since the beginning: it never resets."""
+"""Requests admitted in total: never reset."""
 QUOTA_DIMENSION_TOKENS_PER_MINUTE: QuotaDimension.ValueType  # 3
 """Input and output tokens in a calendar minute, by their weights."""
 QUOTA_DIMENSION_TOKENS_PER_HOUR: QuotaDimension.ValueType  # 12
@@ -233,9 +233,9 @@ QUOTA_DIMENSION_TOKENS_PER_WEEK: QuotaDimension.ValueType  # 20
 QUOTA_DIMENSION_TOKENS_PER_MONTH: QuotaDimension.ValueType  # 5
 """Input and output tokens in a calendar month, UTC, by their weights."""
 QUOTA_DIMENSION_TOKENS_PER_WINDOW: QuotaDimension.ValueType  # 28
-"""Input and output tokens in a rolling window of so many minutes as the quota says, by their weights."""
+"""Input and output tokens in any `window_minutes` minutes, by their weights."""
 QUOTA_DIMENSION_TOKENS_PER_LIFETIME: QuotaDimension.ValueType  # 33
-"""Input and output tokens since the beginning: it never resets, by their weights."""
+"""Input and output tokens in total, by their weights: never reset."""
 QUOTA_DIMENSION_INPUT_TOKENS_PER_MINUTE: QuotaDimension.ValueType  # 7
 """Input tokens in a calendar minute, by their weights."""
 QUOTA_DIMENSION_INPUT_TOKENS_PER_HOUR: QuotaDimension.ValueType  # 13
@@ -247,9 +247,9 @@ QUOTA_DIMENSION_INPUT_TOKENS_PER_WEEK: QuotaDimension.ValueType  # 21
 QUOTA_DIMENSION_INPUT_TOKENS_PER_MONTH: QuotaDimension.ValueType  # 25
 """Input tokens in a calendar month, UTC, by their weights."""
 QUOTA_DIMENSION_INPUT_TOKENS_PER_WINDOW: QuotaDimension.ValueType  # 29
-"""Input tokens in a rolling window of so many minutes as the quota says, by their weights."""
+"""Input tokens in any `window_minutes` minutes, by their weights."""
 QUOTA_DIMENSION_INPUT_TOKENS_PER_LIFETIME: QuotaDimension.ValueType  # 34
-"""Input tokens since the beginning: it never resets, by their weights."""
+"""Input tokens in total, by their weights: never reset."""
 QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MINUTE: QuotaDimension.ValueType  # 8
 """Output tokens in a calendar minute, by their weight."""
 QUOTA_DIMENSION_OUTPUT_TOKENS_PER_HOUR: QuotaDimension.ValueType  # 14
@@ -261,9 +261,9 @@ QUOTA_DIMENSION_OUTPUT_TOKENS_PER_WEEK: QuotaDimension.ValueType  # 22
 QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MONTH: QuotaDimension.ValueType  # 26
 """Output tokens in a calendar month, UTC, by their weight."""
 QUOTA_DIMENSION_OUTPUT_TOKENS_PER_WINDOW: QuotaDimension.ValueType  # 30
-"""Output tokens in a rolling window of so many minutes as the quota says, by their weight."""
+"""Output tokens in any `window_minutes` minutes, by their weight."""
 QUOTA_DIMENSION_OUTPUT_TOKENS_PER_LIFETIME: QuotaDimension.ValueType  # 35
-"""Output tokens since the beginning: it never resets, by their weight."""
+"""Output tokens in total, by their weight: never reset."""
 QUOTA_DIMENSION_COST_PICOS_PER_HOUR: QuotaDimension.ValueType  # 15
 """Money in a calendar hour, UTC; the limit is in picos of the organization's currency."""
 QUOTA_DIMENSION_COST_PICOS_PER_DAY: QuotaDimension.ValueType  # 9
@@ -273,9 +273,9 @@ QUOTA_DIMENSION_COST_PICOS_PER_WEEK: QuotaDimension.ValueType  # 23
 QUOTA_DIMENSION_COST_PICOS_PER_MONTH: QuotaDimension.ValueType  # 6
 """Money in a calendar month, UTC; the limit is in picos of the organization's currency."""
 QUOTA_DIMENSION_COST_PICOS_PER_WINDOW: QuotaDimension.ValueType  # 31
-"""Money in a rolling window of so many minutes as the quota says; in picos."""
+"""Money in any `window_minutes` minutes; in picos."""
 QUOTA_DIMENSION_COST_PICOS_PER_LIFETIME: QuotaDimension.ValueType  # 36
-"""Money since the beginning, in picos: it never resets."""
+"""Money in total, in picos: never reset."""
 QUOTA_DIMENSION_PREPAID_CREDIT_PICOS: QuotaDimension.ValueType  # 10
 """Credit of a prepaid organization. It cannot be set: it follows from credit grants. The limit is
 the usage before this month plus the credit that this month may spend, in picos; its remainder
@@ -569,8 +569,8 @@ class QuotaStatus(_message.Message):
     """Length of a rolling window. 0 for every other dimension."""
     @_builtins.property
     def reset_time(self) -> _timestamp_pb2.Timestamp:
-        """Time when the window ends and `used_value` resets to zero. In a rolling window, it falls step by
-        step until then. Unset for concurrency, prepaid credit and the lifetime.
+        """Time when the window ends and `used_value` resets to zero. In a rolling window, it falls step
+        by step until then. Unset for concurrency, prepaid credit and the lifetime.
         """
 
     @_builtins.property
