@@ -71,6 +71,11 @@ HOLD_MAY_COUNT = f"""h.state = 'held'
         FROM quotas
         WHERE dimension = 'prepaid_credit_picos' AND deleted_at IS NULL
     )
+    OR ARRAY[h.organization_id, h.project_id, h.api_key_id] && ARRAY(
+        SELECT DISTINCT coalesce(within_id, subject_id)
+        FROM quotas
+        WHERE position('_per_lifetime' IN dimension) > 0 AND for_each = ''
+    )
     OR h.charged_at >= (
         SELECT least(min(window_start), now() - interval '{MONTHS_KEPT}')
         FROM quota_counters

@@ -389,8 +389,8 @@ def check_window(key: QuotaKey) -> None:
         raise InvalidValue(
             "window_minutes",
             f"a window of {minutes} minutes would be counted in steps of"
-            f" {bucket_of(minutes) // MINUTE} minutes, and is not a multiple of that: give {shorter}"
-            f" or {longer}",
+            f" {bucket_of(minutes) // MINUTE} minutes, and is not a multiple of that: give"
+            f" {shorter} or {longer}",
         )
 
 

@@ -1,23 +1,34 @@
-"""Limits on rolling windows: never exceeded in any of their minutes, on any path and any clock."""
+"""Limits on rolling windows and lifetimes: never exceeded, on any path and any clock."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
-from metering.core.models import QuotaDimension, QuotaSubject
+from metering.core.errors import InvalidValue
+from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
+from metering.holds import read as reading
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admitted, Extend, Extended, HoldAnswer, HoldOperation, Void
+from metering.proof.check import Moment
+from metering.quotas.quota_admin import delete_past_counters, is_whole, set_quota
+from metering.quotas.quota_rules import Payer, QuotaState, bucket_of
+from metering.quotas.quota_states import limits_of_member
 from metering.quotas.quotas import QuotaExceeded
+from metering.store.db import Sessions
+from metering.store.pipeline import Connection, Statement
+from metering.tenants.usage_subjects import archive_idle
 from tests.metering.hold_world import NOON, HoldWorld, admit, of_type, settle
 from tests.metering.invariants import check_invariants
+from tests.metering.planted_faults import faults, unseen
 from tests.metering.test_hold_concurrency import SEEDS, admit_all, running_stores
 
 MINUTE = timedelta(minutes=1)
@@ -215,3 +226,152 @@ async def test_what_was_used_leaves_the_window_a_bucket_late_at_most(world: Hold
     assert refused.failing[0].used == 1
     assert 0 < refused.retry_after_s <= 1 + 5
     check_invariants(world.url)
+
+
+async def test_a_lifetime_is_not_reset_archived_or_deleted(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    payer = world.tenant()
+    dimension = QuotaDimension.TOKENS_PER_LIFETIME
+    selector = await set_limit(sessions, payer, QuotaKey(dimension, for_each="end_user"), 45)
+    [first] = await world.run(op := admit(payer, end_user="alice", least_tokens=20))
+    await world.run(settle(op.hold_id, 5))
+
+    world.advance(timedelta(days=4000).total_seconds())
+    async with sessions.begin() as session:
+        assert await archive_idle(session, timedelta(days=100)) == 1
+        await delete_past_counters(session)
+    [refused, held] = await world.run(
+        admit(payer, end_user="alice", slice_tokens=21, least_tokens=21),
+        last := admit(payer, end_user="alice", least_tokens=20),
+    )
+    [full] = await world.run(admit(payer, end_user="alice"))
+
+    assert isinstance(first, Admitted)
+    assert isinstance(held, Admitted)
+    assert isinstance(refused, QuotaExceeded)
+    assert isinstance(full, QuotaExceeded)
+    assert "may use 45 tokens in total and has 30 left; this request needs 31" in str(refused)
+    assert "ask an administrator to raise the limit" in str(full)
+    assert full.failing[0].resets_at is None
+    await world.run(settle(last.hold_id, 20))
+    async with sessions.begin() as session:
+        [state] = await limits_of_member(session, organization="acme", end_user="alice")
+    assert (state.used, state.held, state.resets_at) == (45, 0, None)
+    assert state.rule.selector_id == selector.quota_id
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_buckets_are_deleted_once_no_late_report_can_correct_them(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    """Whether they were created by requests or by a recount; a week stays for a week."""
+    payer = world.tenant()
+    short, long = (
+        world.quota(payer, REQUESTS, 100, window_minutes=minutes) for minutes in (1, 10_080)
+    )
+    for _ in range(4):
+        await world.run(op := admit(payer))
+        await world.run(settle(op.hold_id, 5))
+        world.advance(300 * 60)
+    counted = await set_limit(sessions, payer, QuotaKey(REQUESTS, "", window_minutes=1200), 100)
+    left = {}
+    for days in (0, 2, 1, 7):
+        world.advance(timedelta(days=days).total_seconds())
+        async with sessions.begin() as session:
+            await delete_past_counters(session)
+        left[days] = [len(world.counters(each)) for each in (short, counted.quota_id, long)]
+
+    assert left == {0: [4, 4, 4], 2: [0, 4, 4], 1: [0, 0, 4], 7: [0, 0, 0]}
+
+
+async def test_a_request_reads_the_buckets_of_the_window_once_for_each_bucket(
+    world: HoldWorld,
+) -> None:
+    """All others check and change one row, as those of a calendar window."""
+    payer = world.tenant()
+    world.quota(payer, REQUESTS, 1000)
+    opened: list[Statement] = []
+
+    async with connections(world.url, 1) as [process]:
+        run_before = reading.run_pipeline
+
+        async def noted(connection: Connection, statements: Sequence[Statement]) -> Any:
+            opened.extend(each for each in statements if each[0] == reading.LOCK_BUCKETS)
+            return await run_before(connection, statements)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reading, "run_pipeline", noted)
+            for _ in range(3):
+                for _ in range(5):
+                    [answer] = await process.execute([op := admit(payer)])
+                    assert isinstance(answer, Admitted)
+                    await process.execute([settle(op.hold_id, 5)])
+                world.advance(300)
+
+    # For a bucket that does not exist yet: once to find that, and once after inserting it.
+    assert len(opened) == 6
+
+
+@pytest.mark.parametrize(
+    ("dimension", "minutes", "told"),
+    [
+        (TOKENS, 0, "needs the length of its window, 1 to 44640 minutes, got 0"),
+        (TOKENS, 44_641, "1 to 44640 minutes, got 44641"),
+        (TOKENS, -5, "got -5"),
+        (TOKENS, 61, "counted in steps of 2 minutes, .* give 60 or 62"),
+        (TOKENS, 361, "counted in steps of 7 minutes, .* give 360 or 364"),
+        (QuotaDimension.TOKENS_PER_DAY, 5, "tokens-per-day has no window of minutes"),
+        (QuotaDimension.TOKENS_PER_LIFETIME, 5, "tokens-per-lifetime has no window of minutes"),
+    ],
+)
+async def test_a_window_that_cannot_be_counted_is_refused(
+    world: HoldWorld, sessions: Sessions, dimension: QuotaDimension, minutes: int, told: str
+) -> None:
+    with pytest.raises(InvalidValue, match=told) as refused:
+        await set_limit(sessions, world.tenant(), QuotaKey(dimension, window_minutes=minutes), 5)
+
+    assert refused.value.field == "window_minutes"
+
+
+def test_lengths_that_are_suggested_are_accepted() -> None:
+    whole = [minutes for minutes in range(1, 44_641) if is_whole(minutes)]
+
+    assert whole[:60] == list(range(1, 61))
+    assert {90, 300, 1440, 10_080, 44_640} <= set(whole)
+    assert all(bucket_of(minutes) * 60 >= minutes * MINUTE for minutes in whole)
+
+
+async def test_fsck_finds_a_bucket_that_carries_too_little_and_one_that_is_exceeded(
+    world: HoldWorld,
+) -> None:
+    payer = world.tenant()
+    world.quota(payer, TOKENS, 100)
+    await world.run(admit(payer))
+    world.advance(300)
+    await world.run(admit(payer))
+    planted = faults("""
+        open-buckets-carry-others | UPDATE quota_counters SET carried = carried - 1
+                                  | WHERE carried > 0
+        is open, and so is        | UPDATE quota_counters SET carried = 30
+        counters-within-limits    | UPDATE quotas SET limit_value = 50
+        counters-equal-holds      | UPDATE quota_counters SET used = used + 1 WHERE carried IS NULL
+        is missing                | DELETE FROM quota_counters WHERE carried IS NULL
+    """)
+
+    assert unseen(world.url, planted, Moment.ALWAYS) == []
+
+
+async def set_limit(
+    sessions: Sessions, payer: Payer, key: QuotaKey, limit_value: int
+) -> QuotaState:
+    """Set a limit of the organization as an admin does."""
+    async with sessions.begin() as session:
+        return await set_quota(
+            session,
+            subject=QuotaSubject.ORGANIZATION,
+            subject_ref=str(payer.organization_id),
+            key=key,
+            terms=QuotaTerms(limit_value),
+            actor="test",
+        )
