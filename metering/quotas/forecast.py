@@ -198,16 +198,18 @@ class Forecast:
         needed = amount - state.remaining + reserved
         if needed <= 0 and minimum <= state.remaining:
             return from_s
-        at, left = from_s, 0
+        at, left = state.resets_at, 0
         for start, counted in state.buckets:
-            if left >= needed:
-                break
             left += counted
-            at = max(self.rule.leaves_at(start).timestamp(), from_s)
+            if left >= needed:
+                at = self.rule.leaves_at(start)
+                break
+        assert at is not None
         spread_s = min(
             SPREAD_SHARE * bucket_of(self.rule.window_minutes).total_seconds(), SPREAD_S_MAX
         )
-        return min(at + spread * spread_s, max(self._released_at(needed), from_s))
+        free_s = min(at.timestamp() + spread * spread_s, self._released_at(needed))
+        return max(free_s, from_s)
 
     def _released_at(self, needed: int) -> float:
         """Find when running requests have released an amount; infinite if they do not."""
