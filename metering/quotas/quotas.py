@@ -148,11 +148,12 @@ class QuotaExceeded(MeteringError):
 
     @property
     def retry_helps(self) -> bool:
-        """True if waiting can help; False if this request alone exceeds a limit."""
+        """True if waiting can help; False if the request alone exceeds a limit, or none resets."""
         if self.fits_in_s == math.inf:
             return False
         return all(
             amount <= state.limit_value
+            and (self.fits_in_s is not None or state.rule.unit is not Unit.LIFETIME)
             for amount, state in zip(self.requested, self.failing, strict=True)
         )
 

@@ -151,7 +151,7 @@ async def test_http_says_who_is_limited_and_when_to_try_again(admin: Admin) -> N
     assert "End user alice of your organization" in refused.value.message
 
 
-async def test_a_rolling_window_is_told_wherever_limits_are(admin: Admin) -> None:
+async def test_a_rolling_window_is_shown_wherever_limits_are(admin: Admin) -> None:
     window = {"dimension": types_pb2.QUOTA_DIMENSION_REQUESTS_PER_WINDOW, "for_each": "end_user"}
     await admin.set(1, **window, window_minutes=300)
     await admin.set(5, **window, window_minutes=10_080)

@@ -24,7 +24,7 @@ from metering.quotas.quota_rules import Payer, QuotaState, bucket_of
 from metering.quotas.quota_states import limits_of_member
 from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import Sessions
-from metering.store.pipeline import Connection, Statement
+from metering.store.pipeline import Connection, Statement, run_pipeline
 from metering.tenants.usage_subjects import archive_idle
 from tests.metering.hold_world import NOON, HoldWorld, admit, of_type, settle
 from tests.metering.invariants import check_invariants
@@ -265,7 +265,7 @@ async def test_a_lifetime_is_not_reset_archived_or_deleted(
 async def test_buckets_are_deleted_once_no_late_report_can_correct_them(
     world: HoldWorld, sessions: Sessions
 ) -> None:
-    """Whether they were created by requests or by a recount; a week stays for a week."""
+    """They were created by requests or by a recount; those of a week stay for a week."""
     payer = world.tenant()
     short, long = (
         world.quota(payer, REQUESTS, 100, window_minutes=minutes) for minutes in (1, 10_080)
@@ -294,11 +294,10 @@ async def test_a_request_reads_the_buckets_of_the_window_once_for_each_bucket(
     opened: list[Statement] = []
 
     async with connections(world.url, 1) as [process]:
-        run_before = reading.run_pipeline
 
         async def noted(connection: Connection, statements: Sequence[Statement]) -> Any:
             opened.extend(each for each in statements if each[0] == reading.LOCK_BUCKETS)
-            return await run_before(connection, statements)
+            return await run_pipeline(connection, statements)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reading, "run_pipeline", noted)
@@ -314,7 +313,7 @@ async def test_a_request_reads_the_buckets_of_the_window_once_for_each_bucket(
 
 
 @pytest.mark.parametrize(
-    ("dimension", "minutes", "told"),
+    ("dimension", "minutes", "message"),
     [
         (TOKENS, 0, "needs the length of its window, 1 to 44640 minutes, got 0"),
         (TOKENS, 44_641, "1 to 44640 minutes, got 44641"),
@@ -326,9 +325,9 @@ async def test_a_request_reads_the_buckets_of_the_window_once_for_each_bucket(
     ],
 )
 async def test_a_window_that_cannot_be_counted_is_refused(
-    world: HoldWorld, sessions: Sessions, dimension: QuotaDimension, minutes: int, told: str
+    world: HoldWorld, sessions: Sessions, dimension: QuotaDimension, minutes: int, message: str
 ) -> None:
-    with pytest.raises(InvalidValue, match=told) as refused:
+    with pytest.raises(InvalidValue, match=message) as refused:
         await set_limit(sessions, world.tenant(), QuotaKey(dimension, window_minutes=minutes), 5)
 
     assert refused.value.field == "window_minutes"
