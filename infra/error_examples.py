@@ -58,10 +58,11 @@ END_USER_LIMIT = QuotaState(
 
 
 def limit(dimension: QuotaDimension, value: int, used: int, model: str = "") -> QuotaState:
-    """Return a limit of an API key, or of an organization on money."""
+    """Return a limit of an API key, or of an organization on money; rolling ones of 5 hours."""
     is_money = "picos" in dimension
     subject = QuotaSubject.ORGANIZATION if is_money else QuotaSubject.API_KEY
-    rule = QuotaRule(KEY_ID, subject, KEY_ID, model, dimension, value)
+    minutes = 300 if dimension.endswith("_per_window") else 0
+    rule = QuotaRule(KEY_ID, subject, KEY_ID, model, dimension, value, window_minutes=minutes)
     return QuotaState(rule, used, 0, NOW)
 
 
@@ -90,6 +91,8 @@ def quota_examples() -> tuple[Exception, ...]:
         quota(QuotaDimension.COST_PICOS_PER_MONTH, 250 * 10**12, 250 * 10**12, 19 * 10**9),
         quota(QuotaDimension.REQUESTS_PER_WEEK, 1000, 1000, 1),
         quota(QuotaDimension.COST_PICOS_PER_HOUR, 10**12, 999 * 10**9, 19 * 10**9),
+        quota(QuotaDimension.TOKENS_PER_WINDOW, 100_000, 99_980, 64),
+        quota(QuotaDimension.COST_PICOS_PER_LIFETIME, 20 * 10**12, 20 * 10**12, 19 * 10**9),
         credit,
     )
 

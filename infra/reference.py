@@ -58,7 +58,7 @@ from infra.error_examples import examples, http_examples
 from infra.generate_proto import contract
 from infra.install import reported
 from metering.ledger.ledger import AccountKind, TransactionKind
-from metering.quotas.quota_rules import DIMENSIONS, Kind
+from metering.quotas.quota_rules import DIMENSIONS, Kind, Unit
 
 ROOT = Path(__file__).resolve().parent.parent
 COOKBOOK = ROOT / "docs" / "cookbook"
@@ -696,9 +696,8 @@ def dimensions() -> str:
             word for word, counts in (("input", counts_input), ("output", counts_output)) if counts
         ]
         unit = {Kind.MONEY: "cost", Kind.CONCURRENCY: "requests at once"}.get(kind, kind.value)
-        rows.append(
-            (f"`{name}`", unit, window.value if window else "none", " and ".join(counted) or "—")
-        )
+        over = {None: "none", Unit.WINDOW: "any N minutes"}.get(window, window)
+        rows.append((f"`{name}`", unit, str(over), " and ".join(counted) or "—"))
     return table(("dimension", "counts", "window (UTC)", "tokens"), rows)
 
 

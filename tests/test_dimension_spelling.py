@@ -62,7 +62,7 @@ SPELLINGS = {
 } | {
     QuotaDimension(f"{measure}_per_{window}"): f"{spelling}-per-{window}"
     for measure, spelling in MEASURES.items()
-    for window in ("minute", "hour", "day", "week", "month")
+    for window in ("minute", "window", "hour", "day", "week", "month", "lifetime")
     if (measure, window) != ("cost_picos", "minute")
 }
 

@@ -32,7 +32,14 @@ from metering.core.models import (
     UsageEvent,
 )
 from metering.pricing.prices import CustomerPrice, customer_prices, versions_in_force
-from metering.quotas.quota_rules import NO_WINDOW, QuotaRule, QuotaState, Weights, window_ends
+from metering.quotas.quota_rules import (
+    NO_WINDOW,
+    ByWindow,
+    QuotaRule,
+    QuotaState,
+    Weights,
+    window_reset,
+)
 from metering.quotas.quota_states import effective
 from metering.receipts.chaining import IssuedReceipt
 from metering.receipts.encoding import NO_HASHES, owners_in, parts_of
@@ -92,18 +99,19 @@ def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
 
 
 @functools.lru_cache(maxsize=64)  # requests admitted together have one time
-def resets(now: datetime) -> tuple[tuple[int, int, int] | None, ...]:
-    """Compute the end of each window of `UNITS`: seconds since 1970, then the seconds and
-    nanoseconds left. None for a window that does not end.
+def resets(now: datetime) -> ByWindow[tuple[int, int, int] | None]:
+    """Compute when each window is reset: seconds since 1970, then the seconds and nanoseconds
+    left. None for a window that never is.
     """
-    ends = window_ends(now)
-    left = [None if end is None else end - now for end in ends]
-    return tuple(
-        None
-        if end is None or rest is None
-        else (int(end.timestamp()), rest.days * 86_400 + rest.seconds, rest.microseconds * 1000)
-        for end, rest in zip(ends, left, strict=True)
-    )
+
+    def compute(window: int) -> tuple[int, int, int] | None:
+        end = window_reset(window, now)
+        if end is None:
+            return None
+        rest = end - now
+        return int(end.timestamp()), rest.days * 86_400 + rest.seconds, rest.microseconds * 1000
+
+    return ByWindow(compute)
 
 
 # Sent with every request and rarely changed; some 20 MB at most.
@@ -123,6 +131,7 @@ def quota_in_force(
         subject_id=str(rule.subject_id),
         model=rule.model,
         dimension=DIMENSION_NUMBERS[rule.dimension],
+        window_minutes=rule.window_minutes,
         limit_value=limit_value,
         subject_name=subject_name,
         enforced=rule.enforced,
@@ -156,9 +165,10 @@ def effective_quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.Quo
     return statuses
 
 
-def order(rule: QuotaRule) -> tuple[int, int, str]:
-    """Sort key of quotas: subject (organization, project, key), then dimension, then model."""
-    return SUBJECT_ORDER[rule.subject], DIMENSION_ORDER[rule.dimension], rule.model
+def order(rule: QuotaRule) -> tuple[int, int, int, str]:
+    """Sort key of quotas: subject (organization, project, key), dimension, window, then model."""
+    subject, dimension = SUBJECT_ORDER[rule.subject], DIMENSION_ORDER[rule.dimension]
+    return subject, dimension, rule.window_minutes, rule.model
 
 
 def input_count_max(model: ModelInfo) -> int:

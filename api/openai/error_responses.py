@@ -365,10 +365,9 @@ def quota_headers(quotas: Iterable[types_pb2.QuotaStatus]) -> dict[str, str]:
             tightest[kind] = quota
     headers: dict[str, str] = {}
     for kind, quota in tightest.items():
-        delay = quota.reset_delay
-        headers |= limit_headers(
-            kind, quota.limit_value, quota.remaining_value, delay.seconds + delay.nanos / 1e9
-        )
+        delay = quota.reset_delay if quota.HasField("reset_delay") else None
+        reset_s = None if delay is None else delay.seconds + delay.nanos / 1e9
+        headers |= limit_headers(kind, quota.limit_value, quota.remaining_value, reset_s)
     return headers
 
 
@@ -378,19 +377,26 @@ def refusal_headers(facts: Mapping[str, str]) -> dict[str, str]:
     `facts` are those of `api.core.statuses.quota_metadata`.
     """
     kind = counted_unit(COUNTED, facts)
-    if kind is None or "reset_time" not in facts:
+    if kind is None:
         return {}
-    left_s = (datetime.fromisoformat(facts["reset_time"]) - datetime.now(UTC)).total_seconds()
+    left_s = None
+    if "reset_time" in facts:
+        left_s = (datetime.fromisoformat(facts["reset_time"]) - datetime.now(UTC)).total_seconds()
     return limit_headers(kind, int(facts["limit"]), int(facts["remaining"]), left_s)
 
 
-def limit_headers(kind: str, limit: int, remaining: int, reset_s: float) -> dict[str, str]:
-    """Build the headers with a limit, the remaining amount and the time until it resets."""
-    return {
+def limit_headers(kind: str, limit: int, remaining: int, reset_s: float | None) -> dict[str, str]:
+    """Build the headers with a limit, the remaining amount and the time until it resets.
+
+    `reset_s` is None if it never does.
+    """
+    headers = {
         f"x-ratelimit-limit-{kind}": str(limit),
         f"x-ratelimit-remaining-{kind}": str(max(remaining, 0)),
-        f"x-ratelimit-reset-{kind}": duration_text(reset_s),
     }
+    if reset_s is not None:
+        headers[f"x-ratelimit-reset-{kind}"] = duration_text(reset_s)
+    return headers
 
 
 def duration_text(seconds: float) -> str:

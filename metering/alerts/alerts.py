@@ -39,7 +39,7 @@ from metering.core.models import (
 from metering.core.pages import check_page_size, page_values, utc_time
 from metering.core.pages import page_token as token_of
 from metering.quotas.quota_admin import ALERTING_DIMENSIONS
-from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Unit, window_end, window_start
+from metering.quotas.quota_rules import DIMENSIONS, Unit, window_end, window_start
 from metering.quotas.quota_states import subject_names
 from metering.store.db import Sessions, database_now
 from metering.tenants.four_eyes import ACTS, WIDENED, KeyAct, widened_fields
@@ -48,7 +48,7 @@ from metering.tenants.usage_subjects import find_end_user
 ALERTS_MAX = 5_000  # per statement: thresholds may be set on very many limits at once
 STATEMENTS_MAX = 10  # per scan; the next one continues
 # Complete windows of each unit that are scanned; older counters of days are deleted.
-WINDOWS_BACK = {Unit.DAY: 2, Unit.WEEK: 1, Unit.MONTH: 1}
+WINDOWS_BACK: dict[Unit | None, int] = {Unit.DAY: 2, Unit.WEEK: 1, Unit.MONTH: 1}
 USAGE_SUBJECT_ALERTS_PER_HOUR = 1_000  # per organization
 POSTPONED_S = 600  # until a limit beyond these is scanned again
 # Requests that an enforced limit refuses exceed its rest, so that a limit is hardly ever used to
@@ -558,15 +558,11 @@ async def fire_due_alerts(sessions: Sessions) -> int:
 
 def scanned_windows(now: datetime) -> list[tuple[QuotaDimension, datetime, datetime]]:
     """Compute the quota windows to scan, as tuples of dimension, start and end."""
-    windows = [
-        (QuotaDimension.PREPAID_CREDIT_PICOS, NO_WINDOW, datetime.max.replace(tzinfo=now.tzinfo))
-    ]
-    for dimension in ALERTING_DIMENSIONS:
+    never = datetime.max.replace(tzinfo=now.tzinfo)
+    windows: list[tuple[QuotaDimension, datetime, datetime]] = []
+    for dimension in (QuotaDimension.PREPAID_CREDIT_PICOS, *ALERTING_DIMENSIONS):
         starts_at, unit = window_start(dimension, now), DIMENSIONS[dimension][1]
-        assert unit is not None
-        for _ in range(1 + WINDOWS_BACK[unit]):
-            ends_at = window_end(dimension, starts_at)
-            assert ends_at is not None
-            windows.append((dimension, starts_at, ends_at))
+        for _ in range(1 + WINDOWS_BACK.get(unit, 0)):
+            windows.append((dimension, starts_at, window_end(dimension, starts_at) or never))
             starts_at = window_start(dimension, starts_at - timedelta(days=1))
     return windows

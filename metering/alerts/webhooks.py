@@ -60,7 +60,7 @@ from metering.core.errors import DatabaseUnavailable, InvalidValue, NotFound
 from metering.core.models import Organization, Quota, QuotaDimension, QuotaSubject
 from metering.core.money import to_decimal
 from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Kind, window_end
-from metering.quotas.quotas import counted, noun_of
+from metering.quotas.quotas import counted, noun_of, window_text
 from metering.store.db import Sessions, database_now, lock_holder, try_lock
 from metering.tenants.tenants import find_organization
 
@@ -499,12 +499,10 @@ def text_of(listed: ListedAlert) -> str:
         )
     model = f" for {quota.model}" if quota.model else ""
     within = f" within {listed.within_name}" if listed.within_name else ""
-    per = dimension.rpartition("_")[2]
+    window = window_text(DIMENSIONS[dimension][1], 0)
     share = alert.used * 100 // alert.limit_value
     usage = f"{amount(alert.used)} of {amount(alert.limit_value)}"
-    return (
-        f"{listed.subject_name} has used {share} % of its limit per {per}{model}{within}: {usage}."
-    )
+    return f"{listed.subject_name} has used {share} % of its limit{window}{model}{within}: {usage}."
 
 
 log = logging.getLogger(__name__)

@@ -790,6 +790,7 @@ def key_of(quota: Quota, member: UsageSubject | None = None) -> QuotaKey:
         quota.for_each,
         end_user="" if is_label else name,
         label=f"{member.label_key}={name}" if member is not None and is_label else "",
+        window_minutes=quota.window_minutes,
     )
 
 

@@ -292,33 +292,46 @@ class QuotaSubject(StrEnum):
 
 
 class QuotaDimension(StrEnum):
-    """Measure that a quota limits and its calendar window (UTC), joined by `_per_`."""
+    """Measure that a quota limits and its window, joined by `_per_`.
+
+    `window` is a rolling one, of so many minutes as the quota says.
+    """
 
     CONCURRENT_REQUESTS = "concurrent_requests"
     REQUESTS_PER_MINUTE = "requests_per_minute"
+    REQUESTS_PER_WINDOW = "requests_per_window"
     REQUESTS_PER_HOUR = "requests_per_hour"
     REQUESTS_PER_DAY = "requests_per_day"
     REQUESTS_PER_WEEK = "requests_per_week"
     REQUESTS_PER_MONTH = "requests_per_month"
+    REQUESTS_PER_LIFETIME = "requests_per_lifetime"
     TOKENS_PER_MINUTE = "tokens_per_minute"
+    TOKENS_PER_WINDOW = "tokens_per_window"
     TOKENS_PER_HOUR = "tokens_per_hour"
     TOKENS_PER_DAY = "tokens_per_day"
     TOKENS_PER_WEEK = "tokens_per_week"
     TOKENS_PER_MONTH = "tokens_per_month"
+    TOKENS_PER_LIFETIME = "tokens_per_lifetime"
     INPUT_TOKENS_PER_MINUTE = "input_tokens_per_minute"
+    INPUT_TOKENS_PER_WINDOW = "input_tokens_per_window"
     INPUT_TOKENS_PER_HOUR = "input_tokens_per_hour"
     INPUT_TOKENS_PER_DAY = "input_tokens_per_day"
     INPUT_TOKENS_PER_WEEK = "input_tokens_per_week"
     INPUT_TOKENS_PER_MONTH = "input_tokens_per_month"
+    INPUT_TOKENS_PER_LIFETIME = "input_tokens_per_lifetime"
     OUTPUT_TOKENS_PER_MINUTE = "output_tokens_per_minute"
+    OUTPUT_TOKENS_PER_WINDOW = "output_tokens_per_window"
     OUTPUT_TOKENS_PER_HOUR = "output_tokens_per_hour"
     OUTPUT_TOKENS_PER_DAY = "output_tokens_per_day"
     OUTPUT_TOKENS_PER_WEEK = "output_tokens_per_week"
     OUTPUT_TOKENS_PER_MONTH = "output_tokens_per_month"
+    OUTPUT_TOKENS_PER_LIFETIME = "output_tokens_per_lifetime"
+    COST_PICOS_PER_WINDOW = "cost_picos_per_window"
     COST_PICOS_PER_HOUR = "cost_picos_per_hour"
     COST_PICOS_PER_DAY = "cost_picos_per_day"
     COST_PICOS_PER_WEEK = "cost_picos_per_week"
     COST_PICOS_PER_MONTH = "cost_picos_per_month"
+    COST_PICOS_PER_LIFETIME = "cost_picos_per_lifetime"
     # Never resets: `plans/prepaid.py` updates the limit.
     PREPAID_CREDIT_PICOS = "prepaid_credit_picos"
 
@@ -337,6 +350,8 @@ class Quota(Base):
     copy. `alert_at` is in percent of the limit, or in picos of prepaid credit left
     (`quotas/quota_rules.py`). Removed limits are kept for the holds charged to them.
 
+    `window_minutes` is the length of a rolling window, 0 for any other.
+
     A limit on a usage subject (an end user or label value) counts requests within one organization
     or project, `within_id`. With `for_each`, which is `end_user` or `label:KEY`, a quota is a
     selector: it limits nothing itself, and each usage subject within its subject gets a limit with
@@ -351,6 +366,7 @@ class Quota(Base):
     subject_id: Mapped[uuid.UUID]
     model: Mapped[str] = mapped_column(server_default="")
     dimension: Mapped[str]
+    window_minutes: Mapped[int] = mapped_column(Integer(), server_default="0")
     limit_value: Mapped[int]
     input_weight_milli: Mapped[int] = mapped_column(Integer(), server_default="1000")
     cached_input_weight_milli: Mapped[int] = mapped_column(Integer(), server_default="1000")
@@ -373,6 +389,7 @@ class Quota(Base):
 class QuotaKey:
     """Columns that identify a limit among those of its subject. `model` is empty for all models.
 
+    `window_minutes` is the length of a rolling window, 0 for any other dimension.
     `for_each` is `end_user` or `label:KEY` for a selector, otherwise empty. With `end_user` or with
     `label`, which is `KEY=VALUE`, the limit is one of this end user or label value within the
     subject.
@@ -384,6 +401,7 @@ class QuotaKey:
     for_each: str = ""
     end_user: str = ""
     label: str = ""
+    window_minutes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +422,10 @@ class QuotaTerms:
 class QuotaCounter(Base):
     """Used and held amounts of one quota in one window: the sums over its holds and usage events.
 
+    A rolling window has a row for each bucket of minutes. Only one is open: `carried` is what the
+    others that still count have used and hold, which counts against the limit too. In a closed one
+    it is NULL, and nothing is admitted there. A bucket may be deleted after `kept_until`, which is
+    NULL for any other window.
     `would_refuse_count` counts admissions that an unenforced quota would have refused.
     """
 
@@ -413,6 +435,8 @@ class QuotaCounter(Base):
     window_start: Mapped[datetime] = mapped_column(primary_key=True)
     used: Mapped[int] = mapped_column(server_default="0")
     held: Mapped[int] = mapped_column(server_default="0")
+    carried: Mapped[int | None] = mapped_column(server_default="0")
+    kept_until: Mapped[datetime | None]
     would_refuse_count: Mapped[int] = mapped_column(server_default="0")
 
 

@@ -397,7 +397,7 @@ async def execute_binds(
     reads = await read_and_lock(connection, {bind.hold_id for bind in binds})
     end_user_ids = await end_users_of(connection, binds, end_users_max)
     keys = {key for hold in reads.holds.values() for key in bound_keys(reads, hold)}
-    counters = await lock_counters(connection, reads.now, keys)
+    counters = await lock_counters(connection, reads.now, keys, rolling={})
     requests = id_array(b.payer.project_id for b in binds), id_array(b.request_id for b in binds)
     [used] = await run_pipeline(connection, [(SELECT_USED_REQUESTS, requests)])
     taken = {(project_id, request_id) for project_id, request_id in used}
@@ -439,8 +439,8 @@ def shrink(counters: Counters, hold: Hold, bind: Bind) -> None:
                 (bind.input_token_count, bind.leased_token_count),
             )
         )
-        # Lifetime quotas keep only the billed tokens of an expired hold; an unbound hold has none.
-        windowed = [rule for rule in rules if not rule.is_lifetime]
+        # Prepaid credit keeps only the billed tokens of an expired hold; an unbound hold has none.
+        windowed = [rule for rule in rules if not rule.is_credit]
         quotas.correct_expired(counters, windowed, before, charged, (0, 0, 0), granted)
         return
     after = before._replace(

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from metering.core.models import HoldState, QuotaDimension, QuotaSubject
 from metering.holds.decide import (
     END_USERS_MAX,
+    LATEST,
     NOTHING_USED,
     AdmissionTerms,
     BatchReads,
@@ -31,7 +32,7 @@ from metering.holds.decide import (
 )
 from metering.holds.hold_cache import SELECT_CHANGES, cache_of
 from metering.holds.operations import Admit
-from metering.holds.write import key_columns
+from metering.holds.write import counter_columns, key_columns
 from metering.pricing.prices import TOKEN_PRICES, PriceBook, TokenPrices
 from metering.quotas.quota_recount import QUOTA_LOCK
 from metering.quotas.quota_rules import (
@@ -58,6 +59,7 @@ from metering.store.pipeline import (
     id_number_array,
     run_pipeline,
     text_array,
+    time_array,
 )
 from metering.tenants.usage_subjects import NAME_LOCK
 
@@ -70,7 +72,7 @@ CASE WHEN deleted_at IS NOT NULL THEN NULL WHEN override_until > now() THEN over
 input_weight_milli, cached_input_weight_milli, output_weight_milli, enforced,
 limit_value AS base_limit_value,
 CASE WHEN override_until > now() THEN override_until END AS override_until,
-for_each, within_id, selector_id,
+for_each, within_id, selector_id, window_minutes,
 CASE WHEN within_id IS NULL THEN '' ELSE coalesce((
     SELECT CASE WHEN kind = 'label' THEN label_key || '=' || name ELSE name END
     FROM usage_subjects u WHERE u.id = subject_id), '') END AS subject_name,
@@ -120,16 +122,32 @@ def rule_of(columns: Row) -> QuotaRule:
 
 
 LOCK_COUNTERS = """
-SELECT c.quota_id, c.window_start, c.used, c.held
+SELECT c.quota_id, c.window_start, c.used, c.held, c.carried
 FROM quota_counters c
 JOIN unnest(%s::uuid[], %s::timestamptz[]) AS k(quota_id, window_start)
     USING (quota_id, window_start)
 ORDER BY c.quota_id, c.window_start FOR UPDATE OF c
 """
+# Also the buckets from the first one that a rolling window counts; later ones too, because the
+# clock may have been set back.
+LOCK_BUCKETS = """
+SELECT c.quota_id, c.window_start, c.used, c.held, c.carried
+FROM unnest(%s::uuid[], %s::timestamptz[], %s::timestamptz[]) AS k(quota_id, first, last)
+JOIN quota_counters c
+    ON c.quota_id = k.quota_id AND c.window_start >= k.first AND c.window_start <= k.last
+ORDER BY c.quota_id, c.window_start FOR UPDATE OF c
+"""
+# Buckets of a limit are opened one after the other: otherwise two transactions that begin in two
+# buckets could each insert one without seeing the other's.
+LOCK_WINDOWS = """
+SELECT pg_advisory_xact_lock(hashtextextended(id::text, 1466263922))
+FROM (SELECT DISTINCT id FROM unnest(%s::uuid[]) AS o(id) ORDER BY id) AS o
+"""
 INSERT_COUNTERS = """
-INSERT INTO quota_counters (quota_id, window_start)
-SELECT quota_id, window_start
-FROM unnest(%s::uuid[], %s::timestamptz[]) AS k(quota_id, window_start)
+INSERT INTO quota_counters (quota_id, window_start, kept_until, carried)
+SELECT quota_id, window_start, kept_until, CASE WHEN kept_until IS NULL THEN 0 END
+FROM unnest(%s::uuid[], %s::timestamptz[], %s::timestamptz[])
+    AS k(quota_id, window_start, kept_until)
 ORDER BY quota_id, window_start
 ON CONFLICT DO NOTHING RETURNING quota_id, window_start
 """
@@ -753,18 +771,43 @@ def same_request(row: Row, events: Mapping[int, EventSums]) -> SameRequest:
 
 
 async def lock_counters(
-    connection: Connection, now: datetime, keys: Collection[CounterKey]
+    connection: Connection,
+    now: datetime,
+    keys: Collection[CounterKey],
+    rolling: Mapping[int, QuotaRule],
 ) -> Counters:
-    """Lock the counter rows in a fixed order; insert those of new windows."""
+    """Lock the counter rows in a fixed order; insert those of new windows.
+
+    `rolling` are the rules with a rolling window, by number. Their present buckets are opened if
+    `keys` has them.
+    """
     counters = Counters(now)
     if not keys:
         return counters
-    columns = key_columns(keys)
-    [rows] = await run_pipeline(connection, [(LOCK_COUNTERS, columns)])
-    if len(rows) < len(keys):
+    lock: Statement = LOCK_COUNTERS, key_columns(keys)
+    opened = {key: rule for rule in rolling.values() if (key := rule.key(now)) in keys}
+    if opened:
+        await run_pipeline(
+            connection, [(LOCK_WINDOWS, (id_number_array([number for number, _ in opened]),))]
+        )
+        firsts = [
+            (key[0], opened[key].counted_from(now) if key in opened else key[1]) for key in keys
+        ]
+        lasts = time_array([LATEST if key in opened else key[1] for key in keys])
+        lock = LOCK_BUCKETS, (*key_columns(firsts), lasts)
+    [rows] = await run_pipeline(connection, [lock])
+    missing = {*keys} - {(row[0].int, row[1]) for row in rows}
+    if missing:
         inserted, rows = await run_pipeline(
-            connection, [(INSERT_COUNTERS, columns), (LOCK_COUNTERS, columns)]
+            connection, [(INSERT_COUNTERS, counter_columns(missing, rolling)), lock]
         )
         counters.created = frozenset((row[0].int, row[1]) for row in inserted)
+    stored = {(row[0].int, row[1]): row[4] for row in rows}
     counters.rows = {(row[0].int, row[1]): Counter(row[2], row[3]) for row in rows}
+    for rule in opened.values():
+        counters.open(rule, stored)
+    for key, carried in stored.items():
+        if carried and key[0] not in counters.opened:
+            counters.carried[key] = carried
+            counters.rows[key].used += carried
     return counters

@@ -36,7 +36,7 @@ from metering.holds.write import (
     usage_writes,
 )
 from metering.quotas import quotas
-from metering.quotas.quota_rules import CounterKey
+from metering.quotas.quota_rules import CounterKey, QuotaRule
 from metering.quotas.quotas import Counter, Counters, QuotaExceeded
 from metering.quotas.refusals import Refusals, Refused
 from metering.store.pipeline import Connection, id_array, run_pipeline
@@ -100,7 +100,8 @@ async def decide_and_commit(
     if unread and only_gives_back(reads, batch):
         counters = Counters(reads.now, unlocked=True)
     else:
-        counters = await lock_counters(connection, reads.now, counter_keys(reads, batch))
+        keys, rolling = counter_keys(reads, batch)
+        counters = await lock_counters(connection, reads.now, keys, rolling)
         counters.rows |= {key: Counter(0, 0) for key in new_keys(reads)}
     decisions = Decisions(reads, counters)
     answers: dict[int, HoldAnswer | Exception] = {}
@@ -130,6 +131,7 @@ async def decide_and_commit(
     )
     cache, gone = cache_of(connection), counters.created - counters.changed.keys()
     gone |= new_keys(reads) - counters.changed.keys()
+    gone |= {key for key in counters.rows if not is_open(counters, key)}
     take_creations(cache, reads, writes)
     cache.store_counters({key: row for key, row in counters.rows.items() if key not in gone})
     cache.store_heads(
@@ -188,9 +190,21 @@ async def find_orphans(
     return orphans
 
 
-def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[CounterKey]:
-    """Collect the keys of all counters that the batch may change."""
+def is_open(counters: Counters, key: CounterKey) -> bool:
+    """Return True unless the row is a closed bucket of a rolling window."""
+    opened = counters.opened.get(key[0])
+    return opened is None or opened[0] == key
+
+
+def counter_keys(
+    reads: BatchReads, batch: Sequence[HoldOperation]
+) -> tuple[set[CounterKey], dict[int, QuotaRule]]:
+    """Collect the keys of all counters that the batch may change, and rules with rolling windows.
+
+    The rules are by number.
+    """
     keys: set[CounterKey] = set()
+    rules: list[QuotaRule] = []
     extended_ids = {op.hold_id for op in batch if isinstance(op, Extend)}
     undone = undone_ids(reads, batch)
     for hold in reads.holds.values():
@@ -199,12 +213,11 @@ def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[Count
             keys |= quotas.touched_keys(
                 hold.rules, hold.charge(), reads.now, extends=extends, undoes=undoes
             )
-    keys |= {
-        rule.key(reads.now)
-        for terms in (*reads.terms.values(), *reads.members)
-        for rule in terms.rules
-    }
-    return keys - new_keys(reads)
+            rules += hold.rules
+    for terms in (*reads.terms.values(), *reads.members):
+        rules += terms.rules
+        keys.update(rule.key(reads.now) for rule in terms.rules)
+    return keys - new_keys(reads), {rule.number: rule for rule in rules if rule.window_minutes}
 
 
 def new_keys(reads: BatchReads) -> set[CounterKey]:

@@ -12,7 +12,7 @@ decisions here.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 
 import msgspec
@@ -28,8 +28,8 @@ from metering.holds.decide import (
     UsageEvent,
 )
 from metering.holds.operations import Settle, Settled
-from metering.quotas.quota_rules import CounterKey, QuotaRule
-from metering.quotas.quotas import NO_LIMIT, USED_MAX, Counters
+from metering.quotas.quota_rules import USED_MAX, CounterKey, QuotaRule
+from metering.quotas.quotas import NO_LIMIT, Counters
 from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt, SignedBatch
 from metering.receipts.subjects import NO_HASHES
 from metering.store.pipeline import (
@@ -98,17 +98,19 @@ WHERE id IN (
     FOR NO KEY UPDATE SKIP LOCKED)
 """
 INSERT_MEMBER_QUOTAS = """
-INSERT INTO quotas (id, subject, subject_id, within_id, selector_id, model, dimension, limit_value,
-    input_weight_milli, cached_input_weight_milli, output_weight_milli, enforced, alert_at)
-SELECT v.id, v.subject, v.subject_id, s.subject_id, s.id, s.model, s.dimension, s.limit_value,
-    s.input_weight_milli, s.cached_input_weight_milli, s.output_weight_milli, s.enforced, s.alert_at
+INSERT INTO quotas (id, subject, subject_id, within_id, selector_id, model, dimension,
+    window_minutes, limit_value, input_weight_milli, cached_input_weight_milli,
+    output_weight_milli, enforced, alert_at)
+SELECT v.id, v.subject, v.subject_id, s.subject_id, s.id, s.model, s.dimension,
+    s.window_minutes, s.limit_value, s.input_weight_milli, s.cached_input_weight_milli,
+    s.output_weight_milli, s.enforced, s.alert_at
 FROM unnest(%s::uuid[], %s::text[], %s::uuid[], %s::uuid[])
     AS v(id, subject, subject_id, selector_id)
 JOIN quotas s ON s.id = v.selector_id
 """
 INSERT_MEMBER_COUNTERS = """
-INSERT INTO quota_counters (quota_id, window_start)
-SELECT * FROM unnest(%s::uuid[], %s::timestamptz[])
+INSERT INTO quota_counters (quota_id, window_start, kept_until)
+SELECT * FROM unnest(%s::uuid[], %s::timestamptz[], %s::timestamptz[])
 """
 
 EXTENDED = "cached leased delivered reasoning posted posted_cost leased_before quota_count"
@@ -227,6 +229,12 @@ FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[], %s::bigint[])
     AS v(quota_id, window_start, used, held)
 WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
 """
+# Opens buckets of rolling windows, and closes others: NULL.
+ROLL_COUNTERS = """
+UPDATE quota_counters c SET carried = v.carried
+FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[]) AS v(quota_id, window_start, carried)
+WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
+"""
 COUNT_WOULD_REFUSE = """
 UPDATE quota_counters c SET would_refuse_count = c.would_refuse_count + v.admitted
 FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[]) AS v(quota_id, window_start, admitted)
@@ -239,7 +247,8 @@ WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
 """
 # Exact without a lock taken beforehand: an UPDATE that waits for another transaction re-checks its
 # WHERE on the committed row (READ COMMITTED), so that a limit holds whatever was read before.
-# A negative limit means no limit. A counter that reached USED_MAX stays there.
+# A negative limit means no limit. A counter that reached USED_MAX stays there. A closed bucket of a
+# rolling window carries NULL, so that no limit has room in it.
 _incremented = f"""
 WITH incremented AS (
     UPDATE quota_counters c
@@ -252,8 +261,8 @@ WITH incremented AS (
         {_numbers_of_row("used held limit_value")}
     WHERE c.quota_id = v.quota_id
         AND c.window_start = v.window_start
-        AND (n.limit_value < 0 OR c.used <= n.limit_value - c.held - n.used - n.held)
-    RETURNING v.i AS ordinal, c.used, c.held
+        AND (n.limit_value < 0 OR c.used <= n.limit_value - c.carried - c.held - n.used - n.held)
+    RETURNING v.i AS ordinal, c.used + c.carried AS used, c.held
 )
 """
 INCREMENT = f"""{_incremented}
@@ -354,7 +363,7 @@ def new_members(reads: BatchReads, writes: BatchWrites, counters: Counters) -> l
         keys = [key for key in counters.changed if key[0] in rules]
         statements += [
             (INSERT_MEMBER_QUOTAS, quotas),
-            (INSERT_MEMBER_COUNTERS, key_columns(keys)),
+            (INSERT_MEMBER_COUNTERS, counter_columns(keys, rules)),
         ]
     return statements
 
@@ -486,6 +495,20 @@ def key_columns(keys: Collection[CounterKey]) -> tuple[bytes, bytes]:
     return id_number_array(numbers), time_array(starts)
 
 
+def counter_columns(
+    keys: Collection[CounterKey], rules: Mapping[int, QuotaRule]
+) -> tuple[bytes, bytes, str]:
+    """Pack the keys of new counters, and until when each is kept.
+
+    `rules` has at least those with a rolling window, by number.
+    """
+    kept = (
+        rule.kept_until(start) if (rule := rules.get(number)) is not None else None
+        for number, start in keys
+    )
+    return *key_columns(keys), text_array(None if each is None else str(each) for each in kept)
+
+
 def counter_increments(counters: Counters) -> tuple[list[CounterKey], list[Statement]]:
     """Build a statement that increments counters within their limits; return the keys too.
 
@@ -510,9 +533,15 @@ def counter_writes(counters: Counters) -> list[Statement]:
         return counter_increments(counters)[1]
     statements: list[Statement] = []
     if counters.changed:
-        rows = [counters.rows[key] for key in counters.changed]
-        values = (array(row.used for row in rows), array(row.held for row in rows))
+        changed = [(key, counters.rows[key]) for key in counters.changed]
+        own = (row.used - counters.carried.get(key, 0) for key, row in changed)
+        values = (array(own), array(row.held for _, row in changed))
         statements.append((UPDATE_COUNTERS, (*key_columns(counters.changed), *values)))
+    if counters.rolled:
+        carried = text_array(
+            None if each is None else str(each) for each in counters.rolled.values()
+        )
+        statements.append((ROLL_COUNTERS, (*key_columns(counters.rolled), carried)))
     if counters.would_refuse:
         refusals = (*key_columns(counters.would_refuse), array(counters.would_refuse.values()))
         statements.append((COUNT_WOULD_REFUSE, refusals))

@@ -1,8 +1,9 @@
 """Checks of quota counters.
 
 A counter is a sum over holds: the reservations of live holds and the tokens that their extensions
-posted, by calendar window; the usage events of settled holds; the leases of expired holds until
-their owners report; nothing for voided holds. `held` plus `used` is within the limit.
+posted, by window or by bucket of a rolling one; the usage events of settled holds; the leases of
+expired holds until their owners report; nothing for voided holds. `held` plus `used` is within the
+limit.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ DIMENSION_ROWS = """(
         ('output_tokens', 'tokens', 0, 1),
         ('cost_picos', 'money', 1, 1)
     ) AS m (measure, charge, counts_input, counts_output),
-    (VALUES ('minute'), ('hour'), ('day'), ('week'), ('month')) AS w (unit)
+    (VALUES ('minute'), ('hour'), ('day'), ('week'), ('month'), ('lifetime'), ('window'))
+        AS w (unit)
     UNION ALL
     VALUES ('concurrent_requests', 'running', NULL, 0, 0),
            ('prepaid_credit_picos', 'money', NULL, 1, 1)
@@ -48,7 +50,7 @@ MONTHS_KEPT, WEEKS_KEPT, DAYS_KEPT = "93 days", "16 days", "2 days"
 # holds that are charged to it.
 RULES = f"""
 SELECT q.id AS quota_id, q.subject_id, q.within_id, q.model, q.dimension, q.deleted_at, d.charge,
-       d.unit,
+       d.unit, q.window_minutes AS minutes,
        d.counts_input * q.input_weight_milli AS input_weight,
        d.counts_input * q.cached_input_weight_milli AS cached_weight,
        d.counts_output * q.output_weight_milli AS output_weight,
@@ -68,6 +70,11 @@ HOLD_MAY_COUNT = f"""h.state = 'held'
         SELECT subject_id
         FROM quotas
         WHERE dimension = 'prepaid_credit_picos' AND deleted_at IS NULL
+    )
+    OR ARRAY[h.organization_id, h.project_id, h.api_key_id] && ARRAY(
+        SELECT DISTINCT coalesce(within_id, subject_id)
+        FROM quotas
+        WHERE position('_per_lifetime' IN dimension) > 0 AND for_each = ''
     )
     OR h.charged_at >= (
         SELECT least(min(window_start), now() - interval '{MONTHS_KEPT}')
@@ -99,9 +106,22 @@ def weighted_sql(
     )
 
 
-def window_start_sql(unit: str, at: str) -> str:
-    """Build SQL of the start of the calendar window around a time; the epoch if `unit` is null."""
-    return f"CASE WHEN {unit} IS NULL THEN 'epoch' ELSE date_trunc({unit}, {at}, 'UTC') END"
+def window_start_sql(unit: str, at: str, minutes: str = "minutes") -> str:
+    """Build SQL of the start of the window around a time, of the bucket for a rolling one.
+
+    The epoch if `unit` is null, and for the lifetime.
+    """
+    return f"""CASE
+        WHEN {unit} IS NULL OR {unit} = 'lifetime' THEN 'epoch'
+        WHEN {unit} = 'window' THEN {bucket_start_sql(at, minutes)}
+        ELSE date_trunc({unit}, {at}, 'UTC')
+    END"""
+
+
+def bucket_start_sql(at: str, minutes: str) -> str:
+    """Build SQL of the start of a rolling window's bucket: a sixtieth of it, in whole minutes."""
+    seconds = f"(60 * ceil({minutes} / 60.0))"
+    return f"to_timestamp(floor(extract(epoch FROM {at}) / {seconds}) * {seconds})"
 
 
 def charges_sql(hold_condition: str, rule_condition: str) -> str:
@@ -112,7 +132,7 @@ def charges_sql(hold_condition: str, rule_condition: str) -> str:
     hold has, from looking up usage events once for each pair.
     """
     return f"""
-    SELECT h.*, r.quota_id, r.charge, r.unit,
+    SELECT h.*, r.quota_id, r.charge, r.unit, r.minutes,
            h.input_token_count AS sent,
            h.cached_input_token_count AS cached,
            h.posted_token_count AS posted,
@@ -164,8 +184,8 @@ def charges_sql(hold_condition: str, rule_condition: str) -> str:
 def final_charge_sql() -> str:
     """Build SQL of the charge of a hold that has ended.
 
-    A lifetime quota, which has no unit, does not keep the lease of an expired hold: that credit
-    would be lost for ever.
+    Prepaid credit, which has no unit, does not keep the lease of an expired hold: it was paid for,
+    and would be lost for ever.
     """
     return f"""CASE
     WHEN state = 'settled' OR reported_late OR (state = 'expired' AND unit IS NULL)
@@ -233,7 +253,7 @@ SELECT quota_id,
        CASE WHEN mark = 0 THEN held ELSE 0 END AS held,
        CASE WHEN mark = 0 THEN uncertain ELSE 0 END AS uncertain
 FROM (
-    SELECT id, quota_id, unit, mark,
+    SELECT id, quota_id, unit, minutes, mark,
            CASE WHEN mark = 0 THEN charged_at
                 ELSE to_timestamp(posted_minutes[mark] * 60) END AS posted_at,
            {held_charge_sql()} AS held,
@@ -255,6 +275,12 @@ FROM (
 WINDOW history AS (PARTITION BY id, quota_id ORDER BY mark = 0, mark)
 """
 
+# First of the counters of a rolling window up to a row's bucket: all that counted when a request
+# was admitted there. A row of another window counts alone.
+WINDOW_FROM = "c.window_start - make_interval(mins => q.window_minutes)"
+# Start of the last bucket in a window with the row's.
+WINDOW_UNTIL = "c.window_start + make_interval(mins => q.window_minutes)"
+
 # A counter may exceed a limit that an admin set or lowered below what was used, until the windows
 # of that time have ended. After such a change nothing is admitted: a hold of later, beyond the time
 # of an administrator's transaction, shows that the limit failed. A lifetime quota may be exceeded
@@ -265,15 +291,26 @@ WITHIN_LIMITS = Check(
     " lowered during the window and nothing was admitted since.",
     violations_sql(
         "concat('counter of quota ', quota_id, ' (', dimension, ') from ', window_start)",
-        """
-        SELECT c.*, q.dimension, late.picos AS late_picos,
-               CASE WHEN (q.override_until IS NOT NULL AND q.dimension = 'prepaid_credit_picos')
-                      OR q.override_until > coalesce(nullif(c.window_start, 'epoch'), running.since)
+        f"""
+        SELECT c.quota_id, c.window_start, q.dimension, late.picos AS late_picos,
+               c.used + before.amount AS used, c.held,
+               CASE WHEN (q.override_until IS NOT NULL
+                           AND (q.dimension = 'prepaid_credit_picos'
+                                OR position('_per_lifetime' IN q.dimension) > 0))
+                      OR q.override_until > coalesce(nullif({WINDOW_FROM}, 'epoch'), running.since)
                     THEN q.override_limit_value
                     ELSE q.limit_value
                END AS limit_value
         FROM quota_counters c
         JOIN quota_terms q ON q.id = c.quota_id,
+        LATERAL (
+            SELECT coalesce(sum(b.used + b.held), 0) AS amount
+            FROM quota_counters b
+            WHERE q.window_minutes > 0
+              AND b.quota_id = q.id
+              AND b.window_start < c.window_start
+              AND b.window_start >= {WINDOW_FROM}
+        ) AS before,
         LATERAL (
             SELECT min(admitted_at) AS since
             FROM holds
@@ -297,7 +334,7 @@ WITHIN_LIMITS = Check(
               FROM audit_log a
               WHERE a.action IN ('quota.set', 'quota.override')
                 AND a.subject_id IN (q.id::text, q.selector_id::text)
-                AND a.created_at >= c.window_start
+                AND a.created_at >= {WINDOW_FROM}
                 AND (
                     coalesce(before, 'null') = 'null'
                     OR before->>'deleted_at' IS NOT NULL
@@ -340,6 +377,34 @@ WITHIN_LIMITS = Check(
     ),
 )
 
+# An open bucket carries at least what the others count; those are closed while it is open.
+ROLLING_CARRIED = Check(
+    "open-buckets-carry-others",
+    "The open counter of a rolling window carries at least what the other counters of the window"
+    " have used and hold, and no other is open.",
+    violations_sql(
+        "concat('counter of quota ', quota_id, ' from ', window_start)",
+        f"""
+        SELECT c.quota_id, c.window_start, c.carried, others.amount, others.is_open
+        FROM quota_counters c
+        JOIN quotas q ON q.id = c.quota_id,
+        LATERAL (
+            SELECT coalesce(sum(b.used + b.held), 0) AS amount,
+                   coalesce(bool_or(b.carried IS NOT NULL), false) AS is_open
+            FROM quota_counters b
+            WHERE b.quota_id = q.id
+              AND b.window_start <> c.window_start
+              AND b.window_start BETWEEN {WINDOW_FROM} AND {WINDOW_UNTIL}
+        ) AS others
+        WHERE q.window_minutes > 0 AND c.carried IS NOT NULL
+        """,
+        {
+            "carried < amount": "concat('carries ', carried, ', but the others count ', amount)",
+            "is_open": "'is open, and so is another one of its window'",
+        },
+    ),
+)
+
 COUNTER_CHECKS = (
     Check(
         "counters-equal-holds",
@@ -360,12 +425,13 @@ COUNTER_CHECKS = (
                         ELSE coalesce(x.used + x.uncertain, 0)
                    END AS used_max,
                    -- A quota that an admin set has no counters for the windows before it existed.
-                   window_start = {window_start_sql("r.unit", "now()")}
+                   window_start = {window_start_sql("r.unit", "now()", "r.minutes")}
                    OR (
                        NOT r.audited
                        AND window_start >= now() - CASE r.unit
                            WHEN 'month' THEN interval '{MONTHS_KEPT}'
                            WHEN 'week' THEN interval '{WEEKS_KEPT}'
+                           WHEN 'window' THEN make_interval(mins => r.minutes)
                            ELSE interval '{DAYS_KEPT}' END
                    ) AS needs_counter
             FROM (
@@ -394,6 +460,7 @@ COUNTER_CHECKS = (
         ),
     ),
     WITHIN_LIMITS,
+    ROLLING_CARRIED,
     # Exact, even with corrections: usage that an adjustment bills is counted here at its own price,
     # and is never rated.
     Check(

@@ -23,8 +23,9 @@ from metering.quotas.quota_rules import (
     QuotaRule,
     QuotaState,
     Unit,
-    window_end,
-    window_start,
+    bucket_of,
+    window_ends,
+    window_starts,
 )
 
 # Part of a window over whose start retries are spread, and its maximum.
@@ -115,8 +116,12 @@ class Forecast:
             return math.inf
         if self.rule.kind is Kind.CONCURRENCY:
             at = self._next_end(from_s)
+        elif self.rule.unit is Unit.WINDOW:
+            at = self._slipped(state, minimum, amount, from_s, spread)
         else:
             at = self._room(state, minimum, amount, from_s, spread)
+        if at == math.inf:
+            return at
         limit = self.rule.limit_at(datetime.fromtimestamp(at, UTC))
         # An override may end before there is room.
         return math.inf if limit is None or minimum > limit else at
@@ -171,9 +176,9 @@ class Forecast:
             needed = amount - state.remaining + self._reserved[start] * self.process_count
             if needed <= 0 and minimum <= state.remaining:
                 return from_s
-            index = bisect.bisect_left(self._released, EARLY_FACTOR * needed)
-            if index < len(self._ends) and max(self._ends[index], from_s) < self._end(start):
-                return max(self._ends[index], from_s)
+            released_s = max(self._released_at(needed), from_s)
+            if released_s < self._end(start) or self.rule.unit is Unit.LIFETIME:
+                return released_s
             start = datetime.fromtimestamp(self._end(start), UTC)
         # Clients told to retry in an hour, tomorrow or later get the first such window.
         while self.rule.unit is Unit.MINUTE and self._reserved[start]:
@@ -184,6 +189,32 @@ class Forecast:
         begin_s = start.timestamp()
         spread_s = min(SPREAD_SHARE * (self._end(start) - begin_s), SPREAD_S_MAX)
         return max(begin_s + spread * spread_s, from_s)
+
+    def _slipped(
+        self, state: QuotaState, minimum: int, amount: int, from_s: float, spread: float
+    ) -> float:
+        """Find when enough has left a rolling window, or running requests have released it."""
+        reserved = sum(self._reserved.values()) * self.process_count
+        needed = amount - state.remaining + reserved
+        if needed <= 0 and minimum <= state.remaining:
+            return from_s
+        at, left = state.resets_at, 0
+        for start, counted in state.buckets:
+            left += counted
+            if left >= needed:
+                at = self.rule.leaves_at(start)
+                break
+        assert at is not None
+        spread_s = min(
+            SPREAD_SHARE * bucket_of(self.rule.window_minutes).total_seconds(), SPREAD_S_MAX
+        )
+        free_s = min(at.timestamp() + spread * spread_s, self._released_at(needed))
+        return max(free_s, from_s)
+
+    def _released_at(self, needed: int) -> float:
+        """Find when running requests have released an amount; infinite if they do not."""
+        index = bisect.bisect_left(self._released, EARLY_FACTOR * needed)
+        return self._ends[index] if index < len(self._ends) else math.inf
 
     def _comes_back(self, charge: Charge) -> int:
         """Estimate the amount that a running request releases when it ends."""
@@ -198,12 +229,11 @@ class Forecast:
         return charge.held(self.rule) - charge.consumed(self.rule, tokens)
 
     def _start(self, at_s: float) -> datetime:
-        return window_start(self.rule.dimension, datetime.fromtimestamp(at_s, UTC))
+        return window_starts(datetime.fromtimestamp(at_s, UTC))[self.rule.window]
 
     def _end(self, start: datetime) -> float:
-        end = window_end(self.rule.dimension, start)
-        assert end is not None
-        return end.timestamp()
+        end = window_ends(start)[self.rule.window]
+        return math.inf if end is None else end.timestamp()
 
 
 def reserve(

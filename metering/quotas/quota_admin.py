@@ -43,10 +43,12 @@ from metering.quotas.quota_rules import (
     MINUTE,
     NO_WINDOW,
     WEIGHT_SCALE,
+    WINDOW_MINUTES_MAX,
     Kind,
     QuotaState,
     Unit,
     Weights,
+    bucket_of,
     token_scale,
     window_start,
 )
@@ -78,9 +80,7 @@ PERCENT_MAX = 1000
 LEFT_MAX_PICOS = 10**18  # a million units, the maximum of one grant
 THRESHOLDS_MAX = 10  # per limit; more alerts would not be acted on
 ALERTING_DIMENSIONS = frozenset(
-    dimension
-    for dimension, (_, unit, *_) in DIMENSIONS.items()
-    if unit in (Unit.DAY, Unit.WEEK, Unit.MONTH)
+    dimension for dimension, (_, unit, *_) in DIMENSIONS.items() if unit is not None and unit.alerts
 )
 
 SUBJECT_TABLES: dict[QuotaSubject, type[Organization | Project | ApiKey]] = {
@@ -97,11 +97,17 @@ WITH past AS (
     SELECT c.quota_id, c.window_start
     FROM unnest(CAST(:after AS timestamptz[]), CAST(:before AS timestamptz[])) AS r(after, before)
     JOIN quota_counters c ON c.window_start > r.after AND c.window_start < r.before
-    WHERE c.held = 0
+    WHERE c.kept_until IS NULL AND c.held = 0
+    LIMIT :limit
+), left_windows AS (  -- buckets of rolling windows
+    SELECT quota_id, window_start
+    FROM quota_counters
+    WHERE kept_until < now() AND held = 0
     LIMIT :limit
 ), deleted AS (
-    DELETE FROM quota_counters c USING past
-    WHERE (c.quota_id, c.window_start) = (past.quota_id, past.window_start)
+    DELETE FROM quota_counters c
+    USING (SELECT * FROM past UNION ALL SELECT * FROM left_windows) AS p
+    WHERE (c.quota_id, c.window_start) = (p.quota_id, p.window_start)
     RETURNING 1
 )
 SELECT count(*) FROM deleted
@@ -285,6 +291,7 @@ async def _selector_for(
             Quota.for_each == for_each,
             Quota.model == quota.model,
             Quota.dimension == quota.dimension,
+            Quota.window_minutes == quota.window_minutes,
             Quota.deleted_at.is_(None),
         )
     )
@@ -356,6 +363,40 @@ def check_key(key: QuotaKey, subject: QuotaSubject) -> None:
         checked_label_key(key.for_each.removeprefix(FOR_LABEL), "for_each")
     if key.model:
         checked_model(key.model)
+    check_window(key)
+
+
+def check_window(key: QuotaKey) -> None:
+    """Validate the length of a rolling window. Raises: InvalidValue."""
+    minutes = key.window_minutes
+    if DIMENSIONS[key.dimension][1] is not Unit.WINDOW:
+        if minutes:
+            raise InvalidValue(
+                "window_minutes",
+                f"{key.dimension.spelling} has no window of minutes: leave it out, or limit"
+                " requests-per-window, tokens-per-window or another dimension of a window",
+            )
+        return
+    if not 1 <= minutes <= WINDOW_MINUTES_MAX:
+        raise InvalidValue(
+            "window_minutes",
+            f"{key.dimension.spelling} needs the length of its window, 1 to {WINDOW_MINUTES_MAX}"
+            f" minutes, got {minutes}",
+        )
+    if not is_whole(minutes):
+        shorter = next(each for each in range(minutes, 0, -1) if is_whole(each))
+        longer = next(each for each in range(minutes, 2 * minutes) if is_whole(each))
+        raise InvalidValue(
+            "window_minutes",
+            f"a window of {minutes} minutes would be counted in steps of"
+            f" {bucket_of(minutes) // MINUTE} minutes, and is not a multiple of that: give"
+            f" {shorter} or {longer}",
+        )
+
+
+def is_whole(window_minutes: int) -> bool:
+    """Return True if a rolling window is a whole number of its buckets."""
+    return window_minutes * MINUTE % bucket_of(window_minutes) == timedelta(0)
 
 
 async def _identity(
@@ -374,6 +415,7 @@ async def _identity(
         "subject_id": subject_id,
         "within_id": None,
         "dimension": key.dimension,
+        "window_minutes": key.window_minutes,
         "model": key.model,
         "for_new_keys": key.for_new_keys,
         "for_each": key.for_each,
@@ -521,8 +563,8 @@ def checked_percent_thresholds(
     if thresholds and dimension not in ALERTING_DIMENSIONS:
         raise InvalidValue(
             "alert_at",
-            f"a limit on {dimension.spelling} does not alert: leave it out; limits per day, week"
-            " and month do",
+            f"a limit on {dimension.spelling} does not alert: leave it out; limits per day, week,"
+            " month and lifetime do",
         )
     return _checked_thresholds(thresholds, PERCENT_MAX, "percent of the limit")
 

@@ -37,14 +37,16 @@ from metering.pricing.prices import PRICES
 from metering.quotas.quota_rules import (
     DIMENSIONS,
     FOR_LABEL,
+    MINUTE,
+    USED_MAX,
     Kind,
     Unit,
+    bucket_of,
     token_scale,
     window_end,
     window_start,
 )
 from metering.quotas.quota_states import weights_of
-from metering.quotas.quotas import USED_MAX
 
 # Admissions share this lock; a recount holds it exclusively, so that no request is admitted under
 # the previous rules while its usage is summed. 0x57656972 is "Weir".
@@ -57,7 +59,7 @@ DEAREST_LEASE = """(reasoning * w_reasoning
 # change, and those of other holds. A settled hold has one usage event, and the receipts of a
 # project are numbered in commit order, so `beyond` separates commits after the heads of the chains
 # were read from those before. An expired hold is charged its lease until its owner reports the
-# delivered tokens by a usage event after that of the expiry; a lifetime quota is charged the billed
+# delivered tokens by a usage event after that of the expiry; prepaid credit is charged the billed
 # tokens of an expired hold.
 COLUMNS = """
     h.organization_id, h.project_id, h.api_key_id, h.model AS charged_model, h.state,
@@ -130,10 +132,10 @@ WITH quotas AS (
     SELECT * FROM unnest(
         CAST(:numbers AS bigint[]), CAST(:subjects AS uuid[]), CAST(:models AS text[]),
         CAST(:inputs AS bigint[]), CAST(:cached_inputs AS bigint[]), CAST(:outputs AS bigint[]),
-        CAST(:divisors AS bigint[]), CAST(:lifetimes AS boolean[]),
+        CAST(:divisors AS bigint[]), CAST(:credits AS boolean[]),
         CAST(:for_each AS text[]), CAST(:end_users AS uuid[]),
         CAST(:label_keys AS text[]), CAST(:label_values AS text[])
-    ) AS a(number, subject_id, model, input, cached_input, output, divisor, is_lifetime, for_each,
+    ) AS a(number, subject_id, model, input, cached_input, output, divisor, is_credit, for_each,
         end_user_id, label_key, label_value)
 ), windows AS (
     SELECT * FROM unnest(
@@ -188,7 +190,7 @@ WITH quotas AS (
     ) e
     WHERE {OF_SUBJECTS}
 ), weighted AS (
-    SELECT c.*, a.number, a.divisor, a.is_lifetime, CASE
+    SELECT c.*, a.number, a.divisor, a.is_credit, CASE
             WHEN a.for_each = '' THEN ''
             WHEN a.for_each = 'end_user' THEN c.end_user_id::text
             ELSE c.labels ->> a.label_key
@@ -235,7 +237,7 @@ AMOUNTS = f"""
 ), charged AS (
     SELECT *,
         CASE
-            WHEN state = 'expired' AND is_lifetime THEN {REPORTED}
+            WHEN state = 'expired' AND is_credit THEN {REPORTED}
             WHEN is_reported THEN greatest({REPORTED}, posted)
             WHEN state = 'expired'
                 THEN greatest({amount("sent", "cached", DEAREST_LEASE)}, posted)
@@ -260,6 +262,7 @@ SELECT number, member, window_start,
     END)::bigint AS held
 FROM charged
 JOIN windows USING (number)
+WHERE admitted_at < window_end AND charged_at >= window_start
 GROUP BY number, member, window_start
 """
 
@@ -299,12 +302,17 @@ JOIN projects p ON p.id = c.project_id
 WHERE p.organization_id = ANY(:organization_ids)
 """)
 
+# Buckets of a rolling window are closed until the next request opens one.
 INSERT_COUNTERS = text("""
-INSERT INTO quota_counters (quota_id, window_start, used, held)
-SELECT * FROM unnest(
+INSERT INTO quota_counters (quota_id, window_start, used, held, carried, kept_until)
+SELECT c.*, CASE WHEN q.window_minutes = 0 THEN 0 END,
+    CASE WHEN q.window_minutes > 0 THEN c.window_start
+        + make_interval(hours => 48, mins => q.window_minutes + (q.window_minutes + 59) / 60) END
+FROM unnest(
     CAST(:quota_ids AS uuid[]), CAST(:starts AS timestamptz[]),
     CAST(:used AS bigint[]), CAST(:held AS bigint[])
-)
+) AS c (quota_id, window_start, used, held)
+JOIN quotas q ON q.id = c.quota_id
 """)
 
 CHARGE_HOLDS = text("""
@@ -333,12 +341,15 @@ WHERE within_id = :within_id
   AND subject_id = ANY(:subject_ids)
   AND model = :model
   AND dimension = :dimension
+  AND window_minutes = :window_minutes
   AND deleted_at IS NULL
   AND (selector_id IS NULL OR selector_id = :selector_id)
 """)
 INSERT_MEMBER_QUOTAS = text("""
-INSERT INTO quotas (id, subject, subject_id, within_id, selector_id, model, dimension, limit_value)
-SELECT m.id, :subject, m.subject_id, s.subject_id, s.id, s.model, s.dimension, s.limit_value
+INSERT INTO quotas (id, subject, subject_id, within_id, selector_id, model, dimension,
+    window_minutes, limit_value)
+SELECT m.id, :subject, m.subject_id, s.subject_id, s.id, s.model, s.dimension, s.window_minutes,
+    s.limit_value
 FROM unnest(CAST(:ids AS uuid[]), CAST(:subject_ids AS uuid[])) AS m(id, subject_id),
     quotas s
 WHERE s.id = :selector_id
@@ -358,8 +369,8 @@ FROM quotas o
 WHERE o.id = ANY(:quota_ids)
   AND o.within_id IS NOT NULL
   AND o.selector_id IS NULL
-  AND (q.subject_id, q.model, q.dimension, q.within_id)
-      = (o.subject_id, o.model, o.dimension, o.within_id)
+  AND (q.subject_id, q.model, q.dimension, q.window_minutes, q.within_id)
+      = (o.subject_id, o.model, o.dimension, o.window_minutes, o.within_id)
   AND q.selector_id IS NOT NULL
   AND q.deleted_at IS NULL
 """)
@@ -423,8 +434,28 @@ class Recount:
 
     @property
     def unit(self) -> Unit | None:
-        """Calendar window that the quota counts over; None if it never resets."""
+        """Window that the quota counts over; None for concurrency and prepaid credit."""
         return DIMENSIONS[self.dimension][1]
+
+    def window(self, at: datetime) -> Window:
+        """Return the window of the counter that a charge at this time counts in."""
+        minutes = self.quota.window_minutes
+        start = window_start(self.dimension, at, minutes)
+        return start, window_end(self.dimension, at, minutes) or FOR_EVER
+
+    def windows_about(self, now: datetime) -> set[Window]:
+        """Return the windows that count now, and the one before while a batch may still use it."""
+        before = now - BORDER_AGE
+        windows = {self.window(now), self.window(before)}
+        if minutes := self.quota.window_minutes:
+            bucket = bucket_of(minutes)
+            first = self.window(before)[0]
+            windows |= {
+                (start, start + bucket)
+                for step in range(1, minutes * MINUTE // bucket + 1)
+                for start in (first - step * bucket,)
+            }
+        return windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -514,19 +545,15 @@ async def _find_live(session: AsyncSession, recounts: Sequence[Recount], *, lock
     live = (await session.execute(query.with_for_update() if lock else query)).all()
     now = await _clock(session)
     for each in recounts:
-        each.windows, each.live = _windows_about(each.dimension, now), []
+        each.windows, each.live = each.windows_about(now), []
     for row in live:
         for subject_id in (row.organization_id, row.project_id, row.api_key_id):
             for each in by_subject.get(subject_id, ()):
                 member = each.member_of(row.end_user_id, row.labels)
                 if member is not None and each.quota.model in ("", row.model):
                     each.live.append((row.id, member))
-                    each.windows.add(
-                        _window(
-                            each.dimension,
-                            row.admitted_at if each.kind is Kind.REQUESTS else row.charged_at,
-                        )
-                    )
+                    at = row.admitted_at if each.kind is Kind.REQUESTS else row.charged_at
+                    each.windows.add(each.window(at))
 
 
 async def _chain_heads(session: AsyncSession, recounts: Sequence[Recount]) -> Heads:
@@ -588,7 +615,7 @@ def _values(group: Sequence[tuple[Recount, Collection[Window]]]) -> dict[str, An
         "cached_inputs": [scale and scale.cached_input for scale in scales],
         "outputs": [scale and scale.output for scale in scales],
         "divisors": [scale.divisor if scale else 1 for scale in scales],
-        "lifetimes": [each.kind is Kind.MONEY and each.unit is None for each, _ in group],
+        "credits": [each.kind is Kind.MONEY and each.unit is None for each, _ in group],
         "windows": [number for number, _, _ in windows],
         "starts": [start for _, start, _ in windows],
         "ends": [end for _, _, end in windows],
@@ -667,6 +694,7 @@ async def _member_quotas(session: AsyncSession, each: Recount) -> dict[str, uuid
         "subject_ids": list(subject_ids.values()),
         "model": selector.model,
         "dimension": selector.dimension,
+        "window_minutes": selector.window_minutes,
         "selector_id": selector.id,
     }
     present = {row[0]: row[1:] for row in await session.execute(SELECT_MEMBER_QUOTAS, values)}
@@ -711,12 +739,3 @@ async def _clock(session: AsyncSession) -> datetime:
     """Read the database's clock, not the time at which the transaction began."""
     now: datetime = (await session.scalars(select(func.clock_timestamp()))).one()
     return now
-
-
-def _window(dimension: QuotaDimension, at: datetime) -> Window:
-    return window_start(dimension, at), window_end(dimension, at) or FOR_EVER
-
-
-def _windows_about(dimension: QuotaDimension, now: datetime) -> set[Window]:
-    """Return the current window, and the previous one while a batch may still count in it."""
-    return {_window(dimension, now), _window(dimension, now - BORDER_AGE)}

@@ -15,17 +15,24 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import Enum, StrEnum
-from typing import NamedTuple, Protocol, overload
+from typing import NamedTuple, Protocol, TypeVar, overload
 
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.pricing.prices import TokenPrices
 
+V = TypeVar("V")
+
 NO_WINDOW = datetime(1970, 1, 1, tzinfo=UTC)  # the one "window" of a dimension that never resets
 MINUTE = timedelta(minutes=1)
+
+# A counter saturates here until its window ends. Limits have the same maximum, so none is exceeded;
+# but where a limit is not enforced, or was set after the usage, a request that was served must be
+# settled whatever it adds.
+USED_MAX = 2**63 - 1  # what the column holds: some nine million units of money
 
 WEIGHT_SCALE = 1000  # weights are thousandths
 
@@ -40,10 +47,17 @@ CounterKey = tuple[int, datetime]
 Tokens = tuple[int, int, int]
 
 
-class Unit(StrEnum):
-    """Calendar window (UTC) of a quota, named as in PostgreSQL's `date_trunc`.
+# A rolling window is counted in buckets of whole minutes, at most this many.
+BUCKETS_MAX = 60
+BUCKETS_KEPT = timedelta(days=2)  # after they have left the window: longer than any request runs
+WINDOW_MINUTES_MAX = 31 * 24 * 60  # a month, as of the longest calendar window
 
-    A week is the ISO week, which begins on Monday.
+
+class Unit(StrEnum):
+    """Window of a quota: one of the calendar (UTC), the lifetime, or a rolling one.
+
+    Those of the calendar are named as in PostgreSQL's `date_trunc`. A week is the ISO week, which
+    begins on Monday. A rolling window has `window_minutes`, which its quota says.
     """
 
     MINUTE = "minute"
@@ -51,6 +65,13 @@ class Unit(StrEnum):
     DAY = "day"
     WEEK = "week"
     MONTH = "month"
+    LIFETIME = "lifetime"
+    WINDOW = "window"
+
+    @property
+    def alerts(self) -> bool:
+        """True if limits alert: shorter windows reset before a person reads the alert."""
+        return self in (Unit.DAY, Unit.WEEK, Unit.MONTH, Unit.LIFETIME)
 
 
 class Kind(StrEnum):
@@ -95,48 +116,99 @@ def _measure_and_window(dimension: QuotaDimension) -> tuple[Kind, Unit | None, b
 DIMENSIONS = {dimension: _measure_and_window(dimension) for dimension in QuotaDimension}
 
 
-UNITS = (None, *Unit)  # in the order of `window_starts`
+UNITS = (None, *Unit)  # a window of the calendar is numbered by its index here
+
+
+class ByWindow(dict[int, V]):
+    """Values by the number of a window (`window_number`), each computed once."""
+
+    __slots__ = ("_compute",)
+
+    def __init__(self, compute: Callable[[int], V]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, window: int) -> V:
+        """Compute the value of a window."""
+        value = self[window] = self._compute(window)
+        return value
+
+
+def window_number(dimension: QuotaDimension, window_minutes: int = 0) -> int:
+    """Number the window of a dimension; a rolling one by its minutes, negative."""
+    unit = DIMENSIONS[dimension][1]
+    return -window_minutes if unit is Unit.WINDOW else UNITS.index(unit)
+
+
+def bucket_of(window_minutes: int) -> timedelta:
+    """Return the length of a rolling window's buckets."""
+    return -(-window_minutes // BUCKETS_MAX) * MINUTE
 
 
 @functools.lru_cache(maxsize=4096)  # a batch asks for the same few times repeatedly
-def window_starts(at: datetime) -> tuple[datetime, ...]:
-    """Compute when the windows (UTC) around `at` start: lifetime, then each `Unit`.
+def window_starts(at: datetime) -> ByWindow[datetime]:
+    """Compute when the windows around `at` start; for a rolling one, its bucket.
 
     Times of one minute get the same objects, which are found in dictionaries several times faster.
     """
     return _windows((at - NO_WINDOW) // MINUTE)[0]
 
 
-def window_start(dimension: QuotaDimension, at: datetime) -> datetime:
-    """Compute when the calendar window (UTC) that contains `at` starts."""
-    return window_starts(at)[UNITS.index(DIMENSIONS[dimension][1])]
-
-
 @functools.lru_cache(maxsize=4096)
-def window_ends(at: datetime) -> tuple[datetime | None, ...]:
+def window_ends(at: datetime) -> ByWindow[datetime | None]:
     """Compute when the windows of `window_starts` end; None for the lifetime."""
     return _windows((at - NO_WINDOW) // MINUTE)[1]
 
 
 @functools.lru_cache(maxsize=4096)
-def _windows(minutes: int) -> tuple[tuple[datetime, ...], tuple[datetime | None, ...]]:
-    minute = NO_WINDOW + minutes * MINUTE
+def _windows(minutes: int) -> tuple[ByWindow[datetime], ByWindow[datetime | None]]:
+    bounds = ByWindow(functools.partial(_bounds, NO_WINDOW + minutes * MINUTE))
+    return ByWindow(lambda window: bounds[window][0]), ByWindow(lambda window: bounds[window][1])
+
+
+def _bounds(minute: datetime, window: int) -> tuple[datetime, datetime | None]:
+    """Compute start and end of the window around a minute."""
+    if window < 0:
+        bucket = bucket_of(-window)
+        start = minute - (minute - NO_WINDOW) % bucket
+        return start, start + bucket
     hour = minute.replace(minute=0)
     day = hour.replace(hour=0)
-    week, month = day - timedelta(days=day.weekday()), day.replace(day=1)
-    ends = (
-        minute + MINUTE,
-        hour + timedelta(hours=1),
-        day + timedelta(days=1),
-        week + timedelta(weeks=1),
-        (month + timedelta(days=32)).replace(day=1),
-    )
-    return (NO_WINDOW, minute, hour, day, week, month), (None, *ends)
+    match UNITS[window]:
+        case Unit.MINUTE:
+            return minute, minute + MINUTE
+        case Unit.HOUR:
+            return hour, hour + timedelta(hours=1)
+        case Unit.DAY:
+            return day, day + timedelta(days=1)
+        case Unit.WEEK:
+            week = day - timedelta(days=day.weekday())
+            return week, week + timedelta(weeks=1)
+        case Unit.MONTH:
+            month = day.replace(day=1)
+            return month, (month + timedelta(days=32)).replace(day=1)
+        case _:
+            return NO_WINDOW, None
 
 
-def window_end(dimension: QuotaDimension, at: datetime) -> datetime | None:
+def window_start(dimension: QuotaDimension, at: datetime, window_minutes: int = 0) -> datetime:
+    """Compute when the window that contains `at` starts; for a rolling one, its bucket."""
+    return window_starts(at)[window_number(dimension, window_minutes)]
+
+
+def window_end(dimension: QuotaDimension, at: datetime, window_minutes: int = 0) -> datetime | None:
     """Compute when the window that contains `at` ends; None if it never does."""
-    return window_ends(at)[UNITS.index(DIMENSIONS[dimension][1])]
+    return window_ends(at)[window_number(dimension, window_minutes)]
+
+
+def window_reset(window: int, at: datetime) -> datetime | None:
+    """Compute when nothing that counts at `at` counts any more; None if it always does.
+
+    A rolling window counts the buckets that begin up to its length before the present one: it is
+    never shorter than its length, and a charge leaves it a bucket late at most.
+    """
+    end = window_ends(at)[window]
+    return end if end is None or window > 0 else end - window * MINUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +303,8 @@ class QuotaRule:
     while holds were charged to it. If `enforced` is False, it counts but refuses nothing.
     `base_limit_value` is the limit without the override, which ends at `override_until`.
 
+    `window_minutes` is the length of a rolling window, 0 for any other.
+
     A rule of an end user or label value counts requests within `within_id`; its `selector_id` is
     None if it has terms of its own. `subject_name` is the end user, or `KEY=VALUE`. `scope_name` is
     the project within which it counts, empty for the organization. With `for_each` the rule is a
@@ -250,10 +324,11 @@ class QuotaRule:
     for_each: str = ""
     within_id: uuid.UUID | None = None
     selector_id: uuid.UUID | None = None
+    window_minutes: int = 0
     subject_name: str = ""
     scope_name: str = ""
     number: int = field(init=False, compare=False, repr=False)  # first part of its counter keys
-    window: int = field(init=False, compare=False, repr=False)  # index of its window in `UNITS`
+    window: int = field(init=False, compare=False, repr=False)  # `window_number`
     kind: Kind = field(init=False, compare=False, repr=False)
     # None unless the quota counts tokens.
     token_scale: Scale | None = field(init=False, compare=False, repr=False)
@@ -264,18 +339,20 @@ class QuotaRule:
 
     def __post_init__(self) -> None:
         """Compute once the values that every request needs."""
-        kind, unit, _, _ = DIMENSIONS[self.dimension]
+        kind = DIMENSIONS[self.dimension][0]
+        window = window_number(self.dimension, self.window_minutes)
         object.__setattr__(self, "number", self.id.int)
-        object.__setattr__(self, "window", UNITS.index(unit))
+        object.__setattr__(self, "window", window)
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "token_scale", token_scale(self.dimension, self.weights))
         object.__setattr__(self, "is_used_at_once", kind is Kind.REQUESTS)
         object.__setattr__(self, "counts_tokens", kind is Kind.TOKENS or kind is Kind.MONEY)
 
     @property
-    def target(self) -> tuple[uuid.UUID, QuotaDimension, str]:
-        """Scope, dimension and model: a subject has one limit in force for each target."""
-        return self.within_id or self.subject_id, self.dimension, self.model
+    def target(self) -> tuple[uuid.UUID, QuotaDimension, int, str]:
+        """Scope, dimension, window and model: a subject has one limit in force for each target."""
+        scope_id = self.within_id or self.subject_id
+        return scope_id, self.dimension, self.window_minutes, self.model
 
     def of_subject(self, number: int, subject_id: uuid.UUID, name: str) -> QuotaRule:
         """Build the rule that this selector gives to a usage subject."""
@@ -293,13 +370,25 @@ class QuotaRule:
 
     @property
     def unit(self) -> Unit | None:
-        """Calendar window that the rule counts over; None if it never resets."""
+        """Window that the rule counts over; None for concurrency and prepaid credit."""
         return DIMENSIONS[self.dimension][1]
 
     @property
-    def is_lifetime(self) -> bool:
-        """True if it counts money without a window, so that a wrong charge would never expire."""
+    def is_credit(self) -> bool:
+        """True for prepaid credit: what its owner paid for is given back, not kept to be safe."""
         return self.kind is Kind.MONEY and self.unit is None
+
+    def counted_from(self, at: datetime) -> datetime:
+        """Return the start of the first counter that a limit on a rolling window counts at `at`."""
+        return window_starts(at)[self.window] - self.window_minutes * MINUTE
+
+    def kept_until(self, start: datetime) -> datetime | None:
+        """Return when the counter of a rolling window may be deleted; None for any other."""
+        return self.leaves_at(start) + BUCKETS_KEPT if self.window_minutes else None
+
+    def leaves_at(self, start: datetime) -> datetime:
+        """Return when the bucket with this start leaves a rolling window."""
+        return start + self.window_minutes * MINUTE + bucket_of(self.window_minutes)
 
     def key(self, at: datetime) -> CounterKey:
         """Return the key of the counter that a charge at this time counts in."""
@@ -463,7 +552,8 @@ class QuotaState(NamedTuple):
 
     `subject_name`, `within_name`, `override_reason`, `would_refuse_count` and `alert_at` are empty
     unless they were read. `would_refuse_count` counts admissions of this window that the quota
-    would have refused if it were enforced. With `for_new_keys` the quota limits nothing itself, but
+    would have refused if it were enforced. `buckets` has start and amount of each counter of a
+    rolling window. With `for_new_keys` the quota limits nothing itself, but
     is copied to each key created under its subject. `alert_at` is in percent of the limit or, for
     prepaid credit, in picos left. A planned limit is one that a selector gives with the first
     request.
@@ -480,6 +570,7 @@ class QuotaState(NamedTuple):
     alert_at: tuple[int, ...] = ()
     within_name: str = ""
     is_planned: bool = False
+    buckets: tuple[tuple[datetime, int], ...] = ()
 
     @property
     def quota_id(self) -> uuid.UUID:
@@ -518,8 +609,11 @@ class QuotaState(NamedTuple):
 
     @property
     def resets_at(self) -> datetime | None:
-        """Time at which `used` resets to zero; None if it never does."""
-        return window_ends(self.now)[self.rule.window]
+        """Time at which `used` resets to zero; None if it never does.
+
+        In a rolling window it falls from bucket to bucket until then.
+        """
+        return window_reset(self.rule.window, self.now)
 
     @property
     def resets_in_s(self) -> float | None:

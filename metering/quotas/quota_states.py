@@ -8,11 +8,24 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sqlalchemy import Select, and_, case, func, literal, select, text, true, tuple_, union_all
+from sqlalchemy import (
+    ColumnElement,
+    Select,
+    and_,
+    case,
+    func,
+    literal,
+    or_,
+    select,
+    text,
+    true,
+    tuple_,
+    union_all,
+)
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
@@ -28,15 +41,20 @@ from metering.core.models import (
     UsageSubject,
 )
 from metering.quotas.quota_rules import (
+    BUCKETS_MAX,
     FOR_END_USERS,
     FOR_LABEL,
+    NO_WINDOW,
+    UNITS,
+    USED_MAX,
     QuotaRule,
     QuotaState,
     Weights,
-    window_start,
+    window_starts,
 )
 from metering.tenants.tenants import as_uuid, find_organization
 
+LATEST = datetime.max.replace(tzinfo=UTC)
 SUBJECT_ORDER = list(QuotaSubject)
 DIMENSION_ORDER = list(QuotaDimension)
 # Limits that are set one by one: the index `ix_quotas_listed` finds them by the organization,
@@ -48,7 +66,8 @@ LISTED = text("quotas.selector_id IS NULL AND quotas.subject <> 'end_user'")
 class EffectiveQuota:
     """A limit compared with the other limits on the same requests.
 
-    `binding` is True if it has the least remaining of the enforced limits on its dimension.
+    `binding` is True if it has the least remaining of the enforced limits on its dimension and
+    window.
     `narrowed_by` is the enforced limit of a wider scope that always runs out first or at the same
     time; None if there is none.
     """
@@ -237,21 +256,45 @@ async def states(session: AsyncSession, query: Select[Quota]) -> list[QuotaState
     """Run a query for quotas; return the active ones with the counters of the current windows."""
     now: datetime = (await session.scalars(select(func.clock_timestamp()))).one()
     selector = aliased(Quota)
-    starts = case(*((Quota.dimension == d, literal(window_start(d, now))) for d in QuotaDimension))
+    rolls = Quota.window_minutes > 0
+    starts = [(unit, window_starts(now)[number]) for number, unit in enumerate(UNITS) if unit]
+    first = case(
+        (rolls, _counted_from(now)),
+        *((Quota.dimension.endswith(f"_per_{unit}"), literal(start)) for unit, start in starts),
+        else_=literal(NO_WINDOW),
+    )
+    counters = (
+        select(
+            *(
+                func.coalesce(func.sum(each), 0).label(name)
+                for name, each in (
+                    ("used", QuotaCounter.used),
+                    ("held", QuotaCounter.held),
+                    ("would_refuse", QuotaCounter.would_refuse_count),
+                )
+            ),
+            func.array_agg(QuotaCounter.window_start).label("starts"),
+            func.array_agg(QuotaCounter.used + QuotaCounter.held).label("amounts"),
+        )
+        .where(
+            QuotaCounter.quota_id == Quota.id,
+            QuotaCounter.window_start.between(first, case((rolls, literal(LATEST)), else_=first)),
+        )
+        .correlate(Quota)
+        .lateral("counters")
+    )
     counted = (
         query.where(Quota.deleted_at.is_(None))
-        .outerjoin(
-            QuotaCounter,
-            and_(QuotaCounter.quota_id == Quota.id, QuotaCounter.window_start == starts),
-        )
         .outerjoin(selector, selector.id == Quota.selector_id)
+        .join(counters, true())
         .where(selector.deleted_at.is_(None))
         .add_columns(
             selector,
-            *(
-                func.coalesce(each, 0)
-                for each in (QuotaCounter.used, QuotaCounter.held, QuotaCounter.would_refuse_count)
-            ),
+            counters.c.used,
+            counters.c.held,
+            counters.c.would_refuse,
+            counters.c.starts,
+            counters.c.amounts,
         )
     )
     rows = (await session.execute(counted)).all()
@@ -260,16 +303,28 @@ async def states(session: AsyncSession, query: Select[Quota]) -> list[QuotaState
     return sorted((_state(row[0], row[1], row[2:], now, names) for row in rows), key=sort_key)
 
 
+def _counted_from(now: datetime) -> ColumnElement[datetime]:
+    """Build SQL of `QuotaRule.counted_from`: the first bucket that a rolling window counts."""
+    bucket = (Quota.window_minutes + BUCKETS_MAX - 1) // BUCKETS_MAX
+    present = func.date_bin(func.make_interval(0, 0, 0, 0, 0, bucket), now, NO_WINDOW)
+    return present - func.make_interval(0, 0, 0, 0, 0, Quota.window_minutes)
+
+
 def effective(quotas: Sequence[QuotaState]) -> list[EffectiveQuota]:
     """Compare limits on the same requests with each other; those for new keys are left out."""
     applied = [state for state in quotas if not state.for_new_keys]
-    binding: dict[QuotaDimension, QuotaState] = {}
+    binding: dict[tuple[QuotaDimension, int], QuotaState] = {}
     for state in applied:
-        tightest = binding.get(state.dimension)
+        counted = state.dimension, state.rule.window_minutes
+        tightest = binding.get(counted)
         if state.rule.enforced and (tightest is None or state.remaining < tightest.remaining):
-            binding[state.dimension] = state
+            binding[counted] = state
     return [
-        EffectiveQuota(state, binding.get(state.dimension) is state, _narrowed_by(state, applied))
+        EffectiveQuota(
+            state,
+            binding.get((state.dimension, state.rule.window_minutes)) is state,
+            _narrowed_by(state, applied),
+        )
         for state in applied
     ]
 
@@ -323,7 +378,7 @@ def narrows(parent: QuotaRule, child: QuotaRule) -> bool:
     That is so if each kind of token uses at least as large a share of the parent's limit as of the
     child's.
     """
-    if parent.dimension is not child.dimension:
+    if (parent.dimension, parent.window_minutes) != (child.dimension, child.window_minutes):
         return False
     own_limit, parent_limit = child.limit_value or 0, parent.limit_value or 0
     if parent.token_scale is None or child.token_scale is None:
@@ -334,12 +389,13 @@ def narrows(parent: QuotaRule, child: QuotaRule) -> bool:
     return all(factor * by_parent >= other * by_child for factor, other in shares)
 
 
-def sort_key(state: QuotaState) -> tuple[int, str, int, str, bool]:
-    """Build a key that sorts by subject, dimension and model."""
+def sort_key(state: QuotaState) -> tuple[int, str, int, int, str, bool]:
+    """Build a key that sorts by subject, dimension, window and model."""
     first = (
         SUBJECT_ORDER.index(state.subject),
         str(state.subject_id),
         DIMENSION_ORDER.index(state.dimension),
+        state.rule.window_minutes,
     )
     return *first, state.model, state.for_new_keys
 
@@ -373,11 +429,11 @@ async def subject_names(
 def _state(
     quota: Quota,
     selector: Quota | None,
-    counts: Sequence[int],
+    counts: Sequence[Any],
     now: datetime,
     names: Mapping[uuid.UUID, str],
 ) -> QuotaState:
-    used, held, would_refuse_count = counts
+    used, held, would_refuse_count, starts, amounts = counts
     terms = selector or quota
     scope = names.get(quota.within_id or quota.subject_id, "")
     rule = replace(
@@ -393,15 +449,18 @@ def _state(
     )
     return QuotaState(
         rule,
-        used,
-        held,
+        min(int(used), USED_MAX),
+        min(int(held), USED_MAX),
         now,
         subject_name=names.get(quota.subject_id, ""),
         within_name=scope if quota.within_id else "",
         override_reason=(terms.override_reason or "") if rule.override_until else "",
-        would_refuse_count=would_refuse_count,
+        would_refuse_count=int(would_refuse_count),
         for_new_keys=quota.for_new_keys,
         alert_at=tuple(terms.alert_at),
+        buckets=tuple(sorted(zip(starts, amounts, strict=True)))
+        if rule.window_minutes and starts
+        else (),
     )
 
 
@@ -425,4 +484,5 @@ def rule_now(quota: Quota, now: datetime) -> QuotaRule:
         enforced=quota.enforced,
         base_limit_value=quota.limit_value,
         override_until=quota.override_until if raised else None,
+        window_minutes=quota.window_minutes,
     )

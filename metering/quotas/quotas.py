@@ -10,9 +10,9 @@ charge is held in exactly one window at a time, that of the hold's `charged_at`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -22,6 +22,7 @@ from metering.core.money import exact_text
 from metering.quotas.quota_rules import (
     DIMENSIONS,
     NO_WINDOW,
+    USED_MAX,
     Charge,
     CounterKey,
     Kind,
@@ -29,15 +30,11 @@ from metering.quotas.quota_rules import (
     QuotaState,
     Scale,
     Tokens,
+    Unit,
     money_scale,
-    window_end,
+    window_reset,
     window_starts,
 )
-
-# A counter saturates here until its window ends. Limits have the same maximum, so none is exceeded;
-# but where a limit is not enforced, or was set after the usage, a request that was served must be
-# settled whatever it adds.
-USED_MAX = 2**63 - 1  # what the column holds: some nine million units of money
 
 NO_INCREMENT = 0, 0  # of used and held
 NO_LIMIT = -1  # of a row that may be incremented regardless of its usage
@@ -48,7 +45,7 @@ def limit_text(state: QuotaState, requested: int, currency_code: str) -> str:
     name = subject_text(state)
     kind, unit, *_ = DIMENSIONS[state.dimension]
     model = f" of {state.model}" if state.model else ""
-    window = f" per {unit}" if unit else ""
+    window = window_text(unit, state.rule.window_minutes)
     limit, remaining = state.limit_value, max(state.remaining, 0)
     match kind:
         case Kind.CONCURRENCY:
@@ -66,6 +63,19 @@ def limit_text(state: QuotaState, requested: int, currency_code: str) -> str:
             text = f"{name} may spend {allowed}{model and ' on'}{model.removeprefix(' of')}{window}"
             done = f"has {left} left; this request may cost {needed}"
     return f"{text} and {done}."
+
+
+def window_text(unit: Unit | None, window_minutes: int) -> str:
+    """Say over which window a limit counts, after its amount."""
+    match unit:
+        case None:
+            return ""
+        case Unit.LIFETIME:
+            return " in total"
+        case Unit.WINDOW:
+            return f" in any {counted(window_minutes, 'minute')}"
+        case _:
+            return f" per {unit}"
 
 
 def subject_text(state: QuotaState) -> str:
@@ -138,11 +148,12 @@ class QuotaExceeded(MeteringError):
 
     @property
     def retry_helps(self) -> bool:
-        """True if waiting can help; False if this request alone exceeds a limit."""
+        """True if waiting can help; False if the request alone exceeds a limit, or none resets."""
         if self.fits_in_s == math.inf:
             return False
         return all(
             amount <= state.limit_value
+            and (self.fits_in_s is not None or state.rule.unit is not Unit.LIFETIME)
             for amount, state in zip(self.requested, self.failing, strict=True)
         )
 
@@ -209,6 +220,11 @@ class Counters(msgspec.Struct, eq=False):
     are valid only if every row can be changed as the batch does within `limits`, and one that
     another row could change raises `Undecided`. `increments` are the used and held amounts added to
     missing rows.
+
+    `carried` has what the open bucket of a rolling window counts beside its own charges, the sum of
+    the others, which its `used` includes here. `opened` has, by number of the rule, the
+    open bucket and the start of the first one that it counts. `rolled` are the amounts to carry in
+    the table, None for a bucket to close.
     """
 
     now: datetime
@@ -219,6 +235,33 @@ class Counters(msgspec.Struct, eq=False):
     unlocked: bool = False
     limits: dict[CounterKey, int] = msgspec.field(default_factory=dict)
     increments: dict[CounterKey, tuple[int, int]] = msgspec.field(default_factory=dict)
+    carried: dict[CounterKey, int] = msgspec.field(default_factory=dict)
+    opened: dict[int, tuple[CounterKey, datetime]] = msgspec.field(default_factory=dict)
+    rolled: dict[CounterKey, int | None] = msgspec.field(default_factory=dict)
+
+    def open(self, rule: QuotaRule, stored: Mapping[CounterKey, int | None]) -> None:
+        """Open the present bucket of a rolling window: let it carry the others, and close those.
+
+        `stored` has the amount that each row carries in the table, None if it is closed. It has
+        every row that the rule counts, and later ones, all locked.
+        """
+        key = rule.key(self.now)
+        first = rule.counted_from(self.now)
+        others = [each for each in stored if each[0] == key[0] and each != key and each[1] >= first]
+        total = sum(self.rows[each].used + self.rows[each].held for each in others)
+        self.carried[key] = total
+        self.rows[key].used += total
+        self.opened[key[0]] = key, first
+        self.rolled |= {each: None for each in others if stored[each] is not None}
+        if stored[key] != total:
+            self.rolled[key] = total
+
+    def carries(self, key: CounterKey, other: CounterKey) -> bool:
+        """Return True if what counts in the row of `other` is included in that of `key`."""
+        if key == other:
+            return True
+        opened = self.opened.get(key[0])
+        return opened is not None and opened[0] == key and other[1] >= opened[1]
 
     def add(self, key: CounterKey, used: int = 0, held: int = 0) -> None:
         """Add to a counter. The caller must not make it negative."""
@@ -229,6 +272,12 @@ class Counters(msgspec.Struct, eq=False):
             self.increments[key] = min(before[0] + used, USED_MAX), before[1] + held
             return
         row = self.rows[key]
+        if self.opened and (opened := self.opened.get(key[0])) is not None:
+            current = opened[0]
+            if current != key and self.carries(current, key):
+                self.carried[current] += used + held
+                self.rolled[current] = self.carried[current]
+                self.rows[current].used += used + held
         if key not in self.changed:
             self.changed[key] = row.used, row.held
         row.held += held
@@ -278,8 +327,19 @@ class Counters(msgspec.Struct, eq=False):
 
     def state(self, rule: QuotaRule) -> QuotaState:
         """Build the rule's state, as shown to its subject."""
-        row = self.rows[rule.key(self.now)]
-        return QuotaState(rule, row.used, row.held, self.now, rule.subject_name)
+        key = rule.key(self.now)
+        row = self.rows[key]
+        state = QuotaState(rule, row.used, row.held, self.now, rule.subject_name)
+        return state._replace(buckets=self._buckets(key)) if key[0] in self.opened else state
+
+    def _buckets(self, key: CounterKey) -> tuple[tuple[datetime, int], ...]:
+        """Return start and amount of each bucket that an open one counts, itself included."""
+        amounts = {
+            each[1]: row.used + row.held - self.carried.get(each, 0)
+            for each, row in self.rows.items()
+            if each[0] == key[0] and self.carries(key, each)
+        }
+        return tuple(sorted(amounts.items()))
 
     def counts(self, rules: Iterable[QuotaRule]) -> list[tuple[int, int]]:
         """Copy the present used and held amounts of each rule."""
@@ -437,7 +497,7 @@ def extend(
             limit = NO_LIMIT
         else:
             room = limit - row.used - row.held
-            if old == new:  # its own present charge does not count against it
+            if counters.carries(new, old):  # its own present charge does not count against it
                 room += held - used
             if posted.held_by(scale, leased + 1) > room:
                 failing.append(rule)
@@ -488,7 +548,7 @@ def settle_unposted(
     counters: Counters,
     rules: Iterable[QuotaRule],
     money: Scale,
-    starts: Sequence[datetime],
+    starts: Mapping[int, datetime],
     admitted_tokens: tuple[int, int],
     consumed: tuple[int, int, int, int],
 ) -> None:
@@ -528,15 +588,15 @@ def settle_unposted(
 def expire(counters: Counters, rules: Sequence[QuotaRule], charge: Charge, billed: Tokens) -> None:
     """End a charge whose delivered tokens are unknown. `billed` are those of its usage event.
 
-    Quotas with a window keep the whole lease as used until the window ends, so that no limit is
-    exceeded. A lifetime quota would keep it for ever, so it is charged the billed tokens only.
+    Quotas keep the whole lease as used until the window ends, or the usage is reported, so that no
+    limit is exceeded. Prepaid credit, which was paid for, is charged the billed tokens only.
     """
     lease = charge.leased_token_count
     whole = charge.input_token_count, lease, charge.dearest_reasoning(lease)
-    windowed = [rule for rule in rules if not rule.is_lifetime]
+    windowed = [rule for rule in rules if not rule.is_credit]
     settle(counters, windowed, charge, whole)
     for rule in rules:
-        if rule.is_lifetime:
+        if rule.is_credit:
             counters.add(rule.key(charge.charged_at), held=-charge.held(rule))
             subtract_postings(counters, charge, rule)
             counters.add(rule.key(charge.charged_at), used=charge.amount_of(rule, billed))
@@ -552,12 +612,12 @@ def correct_expired(
 ) -> None:
     """Correct `used` of an expired charge once its consumption is known.
 
-    `charged` are the tokens charged to quotas with a window at the expiry, `billed` those charged
-    to lifetime quotas. A window whose counter was deleted is long past and needs no correction.
+    `charged` are the tokens charged to quotas at the expiry, `billed` those charged to prepaid
+    credit. A window whose counter was deleted is long past and needs no correction.
     """
     for rule in rules:
         key = rule.key(charge.charged_at)
-        if rule.is_lifetime:
+        if rule.is_credit:
             excess = charge.amount_of(rule, billed) - charge.amount_of(rule, consumed)
         else:
             excess = charge.consumed(rule, charged) - charge.consumed(rule, consumed)
@@ -644,14 +704,17 @@ def exceeded(counters: Counters, failing: Sequence[QuotaRule], charge: Charge) -
     """Build the error for rules that do not fit.
 
     Credit comes first, since waiting does not restore it; then the first to reset, with concurrency
-    in front.
+    in front and the lifetime at the end.
     """
     credit = QuotaDimension.PREPAID_CREDIT_PICOS
+    never = datetime.max.replace(tzinfo=UTC)
 
     def order(rule: QuotaRule) -> tuple[bool, datetime, str]:
         return (
             rule.dimension is not credit,
-            window_end(rule.dimension, counters.now) or NO_WINDOW,
+            never
+            if rule.unit is Unit.LIFETIME
+            else window_reset(rule.window, counters.now) or NO_WINDOW,
             str(rule.id),
         )
 

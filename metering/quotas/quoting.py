@@ -90,6 +90,11 @@ async def quote(
             )
         except QuotaExceeded as exceeded:
             refusal = exceeded
+            buckets = {state.rule.number: state.buckets for state in states}
+            refusal.met = tuple(
+                (state._replace(buckets=buckets[state.rule.number]), minimum)
+                for state, minimum in refusal.met
+            )
             # A quote reserves no room, and does not count what is reserved for other requests.
             await Refusals().note(
                 await raw_connection(session),

@@ -152,10 +152,10 @@ async def limit_new_key(
     )
     nearest_last = case((Quota.subject == QuotaSubject.PROJECT, 1), else_=0)
     rows = await session.scalars(kept.order_by(nearest_last, Quota.created_at, Quota.id))
-    for template in {(row.model, row.dimension): row for row in rows}.values():
+    identity = "model", "dimension", "window_minutes"
+    for template in {tuple(getattr(row, each) for each in identity): row for row in rows}.values():
         copied = {
-            "model": template.model,
-            "dimension": template.dimension,
+            **{each: getattr(template, each) for each in identity},
             **values_of(QuotaTerms, template),
         }
         copy = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from alembic import op
 
 revision = "0026"
-down_revision = "0022"
+down_revision = "0025"
 branch_labels = None
 depends_on = None
 

@@ -41,6 +41,8 @@ test("limits of money are in units of the currency, others are whole numbers", (
   assert.equal(format.limitValue("QUOTA_DIMENSION_COST_PICOS_PER_MONTH", "5000000000000"), "5.00");
   assert.equal(format.limitValue("QUOTA_DIMENSION_TOKENS_PER_DAY", "5000"), "5,000");
   assert.equal(format.dimensionWords("QUOTA_DIMENSION_COST_PICOS_PER_MONTH"), "cost per month");
+  assert.equal(format.dimensionWords("QUOTA_DIMENSION_TOKENS_PER_WINDOW", 300), "tokens in any 300 minutes");
+  assert.equal(format.dimensionWords("QUOTA_DIMENSION_COST_PICOS_PER_LIFETIME"), "cost in total");
 });
 
 test("bars stay between nothing and full", () => {

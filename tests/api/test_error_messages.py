@@ -120,6 +120,10 @@ MESSAGES = (
     "This API key may make 1,000 requests per week and has made 1,000. Try again in 3 days.",
     "Your organization may spend 1.00 USD per hour and has 0.001 USD left; this request may cost"
     " 0.019 USD. Try again in 30 min.",
+    "This API key may use 100,000 tokens in any 300 minutes and has 20 left; this request needs 64."
+    " Try again in 6 h.",
+    "Your organization may spend 20.00 USD in total and has 0.00 USD left; this request may cost"
+    " 0.019 USD. Send a smaller request, or ask an administrator to raise the limit.",
     "Your organization has 0.000004 USD of prepaid credit left that no running request holds, and"
     " this request needs at least 0.000037 USD. Add credit; a retry will fail too.",
 )

@@ -71,6 +71,19 @@ def test_end_users_labels_and_selectors_are_sent(weir: Run, server: ScriptedWeir
     ]
 
 
+def test_the_length_of_a_rolling_window_is_sent(weir: Run, server: ScriptedWeir) -> None:
+    command = "quota set tokens-per-window 100000 --org acme"
+    assert weir(f"{command} --minutes 300").exit_code == 0
+    assert weir(f"{command} --minutes 0").exit_code == 2
+    assert weir("quota set cost-per-lifetime 20 --org acme").exit_code == 0
+
+    sent = [(each.dimension, each.window_minutes) for each in server.accounts.requests]
+    assert sent == [
+        (types_pb2.QUOTA_DIMENSION_TOKENS_PER_WINDOW, 300),
+        (types_pb2.QUOTA_DIMENSION_COST_PICOS_PER_LIFETIME, 0),
+    ]
+
+
 @pytest.mark.parametrize("selector", ["", "end_user", "label:", "label", "key", "label=team"])
 def test_a_wrong_selector_is_not_sent(weir: Run, server: ScriptedWeir, selector: str) -> None:
     result = weir("quota", "set", "tokens-per-day", "1", "--org", "acme", "--each", selector)

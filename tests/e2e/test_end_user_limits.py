@@ -151,6 +151,59 @@ async def test_http_says_who_is_limited_and_when_to_try_again(admin: Admin) -> N
     assert "End user alice of your organization" in refused.value.message
 
 
+async def test_a_rolling_window_is_shown_wherever_limits_are(admin: Admin) -> None:
+    window = {"dimension": types_pb2.QUOTA_DIMENSION_REQUESTS_PER_WINDOW, "for_each": "end_user"}
+    await admin.set(1, **window, window_minutes=300)
+    await admin.set(5, **window, window_minutes=10_080)
+    refused = await admin.call.refused(
+        "SetQuota", subject=ORGANIZATION, subject_ref=admin.tenant.name, limit_value=1, **window
+    )
+    assert refused.fields == ["window_minutes"]
+
+    with connect(admin.service, admin.tenant.secret) as client:
+        first = client.chat.completions.with_raw_response.create(**CHAT, user="alice")
+        with pytest.raises(openai.RateLimitError) as over_http:
+            client.chat.completions.create(**CHAT, user="alice")
+    over_grpc = await admin.end(end_user="alice")
+    async with calls(admin.service, admin.tenant.secret) as call:
+        found = (await call("GetQuota", end_user="alice")).quotas
+        quote = await call("Quote", start=start(max_output_tokens=2, end_user="alice").start)
+
+    assert first.headers["x-ratelimit-remaining-requests"] == "0"
+    assert "may make 1 request in any 300 minutes and has made 1" in over_http.value.message
+    assert over_http.value.code == "insufficient_quota"
+    assert over_grpc is not None
+    assert over_grpc.info.metadata["dimension"] == "requests-per-window"
+    assert over_grpc.info.metadata["window_minutes"] == "300"
+    waits = [
+        int(over_http.value.response.headers["retry-after"]),
+        over_grpc.retry_after_s or 0,
+        quote.retry_delay.seconds,
+    ]
+    assert all(300 * 60 < each <= 310 * 60 for each in waits), waits
+    assert [(each.window_minutes, each.remaining_value, each.binding) for each in found] == [
+        (300, 0, True),
+        (10_080, 4, True),
+    ]
+
+
+async def test_a_lifetime_budget_ends_without_a_retry(admin: Admin) -> None:
+    lifetime = types_pb2.QUOTA_DIMENSION_REQUESTS_PER_LIFETIME
+    status = await admin.set(1, dimension=lifetime, for_each="end_user")
+    with connect(admin.service, admin.tenant.secret) as client:
+        first = client.chat.completions.with_raw_response.create(**CHAT, user="alice")
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.chat.completions.create(**CHAT, user="alice")
+
+    assert list(status.alert_at) == [50, 80, 100]
+    assert first.headers["x-ratelimit-remaining-requests"] == "0"
+    assert "x-ratelimit-reset-requests" not in first.headers
+    assert refused.value.code == "insufficient_quota"
+    assert "may make 1 request in total and has made 1" in refused.value.message
+    assert "retry-after" not in refused.value.response.headers
+    assert refused.value.response.headers["x-ratelimit-remaining-requests"] == "0"
+
+
 async def test_a_name_of_full_length_is_set_listed_and_shown(admin: Admin) -> None:
     longest, label = "é" * 256, "k" * 64 + "=" + "v" * 512
     await admin.set(1, end_user=longest)

@@ -36,6 +36,7 @@ from metering.store.db import psycopg_conninfo
 from metering.store.group_commit import awaited
 
 MODEL = "demo"
+WINDOW_MINUTES = 300  # of rolling windows
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
 INPUT_PICOS, CACHED_PICOS, OUTPUT_PICOS, EMBEDDING_PICOS = 3, 1, 7, 2
 TABLES = """
@@ -191,21 +192,27 @@ class HoldWorld:
         *,
         subject: QuotaSubject = QuotaSubject.ORGANIZATION,
         model: str = "",
+        window_minutes: int = 0,
     ) -> uuid.UUID:
-        """Set a limit on the payer's organization, project or key."""
+        """Set a limit on the payer's organization, project or key.
+
+        A rolling window has the length `minutes_of` unless another is given.
+        """
+        window_minutes = window_minutes or minutes_of(dimension)
         subject_id = {
             QuotaSubject.ORGANIZATION: payer.organization_id,
             QuotaSubject.PROJECT: payer.project_id,
             QuotaSubject.API_KEY: payer.api_key_id,
         }[subject]
         quota_id = self.one(
-            "INSERT INTO quotas (subject, subject_id, model, dimension, limit_value) VALUES (%s,"
-            " %s, %s, %s, %s) RETURNING id",
+            "INSERT INTO quotas (subject, subject_id, model, dimension, limit_value,"
+            " window_minutes) VALUES (%s, %s, %s, %s, %s, %s) RETURNING id",
             str(subject),
             subject_id,
             model,
             str(dimension),
             limit_value,
+            window_minutes,
         )
         assert isinstance(quota_id, uuid.UUID)
         return quota_id
@@ -262,6 +269,11 @@ class HoldWorld:
             self.url, process_id or uuid.uuid4(), expiry_s=expiry_s, signer=signer
         ) as holds:
             return await holds.execute(operations)
+
+
+def minutes_of(dimension: QuotaDimension) -> int:
+    """Return `WINDOW_MINUTES` for a rolling window, 0 for any other dimension."""
+    return WINDOW_MINUTES if dimension.endswith("_per_window") else 0
 
 
 def admit(

@@ -32,6 +32,7 @@ from tests.metering.hold_world import (
     AwaitedStore,
     HoldWorld,
     admit,
+    minutes_of,
     of_type,
     settle,
     until_idle,
@@ -128,7 +129,7 @@ async def test_of_100_first_requests_of_an_end_user_or_label_value_exactly_50_ar
                 session,
                 subject=QuotaSubject.PROJECT,
                 subject_ref=str(payer.project_id),
-                key=QuotaKey(dimension, for_each=for_each),
+                key=QuotaKey(dimension, for_each=for_each, window_minutes=minutes_of(dimension)),
                 terms=QuotaTerms(ROOM_FOR_50[dimension]),
                 actor="test",
             )

@@ -23,7 +23,7 @@ from metering.quotas.quota_recount import recount
 from metering.quotas.quota_rules import Payer, QuotaState, Weights
 from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import Sessions
-from tests.metering.hold_world import MODEL, HoldWorld, admit, of_type, settle
+from tests.metering.hold_world import MODEL, HoldWorld, admit, minutes_of, of_type, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.test_hold_concurrency import running_stores
 
@@ -31,7 +31,14 @@ TOKEN_DIMENSIONS = [dimension for dimension in QuotaDimension if "tokens" in dim
 SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1").split(",")]
 
 BETWEEN = [
-    (QuotaDimension.TOKENS_PER_DAY, (17 + 14 + 35 + 15 + 35 + 13, 15 + 30)),
+    *(
+        (dimension, (17 + 14 + 35 + 15 + 35 + 13, 15 + 30))
+        for dimension in (
+            QuotaDimension.TOKENS_PER_WINDOW,
+            QuotaDimension.TOKENS_PER_DAY,
+            QuotaDimension.TOKENS_PER_LIFETIME,
+        )
+    ),
     (QuotaDimension.TOKENS_PER_MINUTE, (13, 15 + 30)),
     (QuotaDimension.CONCURRENT_REQUESTS, (0, 2)),
     (QuotaDimension.REQUESTS_PER_MINUTE, (2, 0)),
@@ -73,11 +80,11 @@ async def set_limit(
         given |= {f"{name}_weight_milli": each for name, each in weights._asdict().items()}
     if enforced is not None:
         given["enforced"] = enforced
-    key = QuotaKey(dimension, model)
+    key = QuotaKey(dimension, model, window_minutes=minutes_of(dimension))
     if subject is QuotaSubject.END_USER:
-        subject, key = QuotaSubject.PROJECT, QuotaKey(dimension, model, end_user=END_USER)
+        subject, key = QuotaSubject.PROJECT, replace(key, end_user=END_USER)
     elif subject is QuotaSubject.LABEL:
-        subject, key = QuotaSubject.ORGANIZATION, QuotaKey(dimension, model, label=LABEL)
+        subject, key = QuotaSubject.ORGANIZATION, replace(key, label=LABEL)
     async with sessions.begin() as session:
         return await set_quota(
             session,
@@ -135,10 +142,11 @@ async def test_a_new_limit_counts_what_was_used_and_is_held_in_its_window(
     assert reported[QuotaDimension.OUTPUT_TOKENS_PER_MINUTE] == (7 + 25 + 5, 36 + 20)
     assert reported[QuotaDimension.TOKENS_PER_DAY] == (57 + 30 + 19, 66)
     for measure in ("requests", "tokens", "input_tokens", "output_tokens", "cost_picos"):
-        # At noon on a Friday, usage before this minute belongs to this hour, day, week and month.
+        # At noon on a Friday, usage before this minute belongs to this hour, day, week and month,
+        # and to any 300 minutes up to now.
         longer = {
             reported[QuotaDimension(f"{measure}_per_{unit}")]
-            for unit in ("hour", "day", "week", "month")
+            for unit in ("window", "hour", "day", "week", "month", "lifetime")
         }
         assert len(longer) == 1, measure
     check_invariants(world.url)

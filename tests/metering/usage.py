@@ -34,6 +34,7 @@ from metering.tenants.billing_profiles import BillingProfile
 from metering.tenants.key_terms import KeyTerms
 from metering.tenants.tenants import create_organization, create_project
 from metering.tenants.usage_subjects import END_USER, create_usage_subject
+from tests.metering.hold_world import minutes_of
 
 NOVEMBER = datetime(2026, 11, 15, 12, tzinfo=UTC)
 
@@ -149,7 +150,7 @@ async def new_limit(
         session,
         subject=subject,
         subject_ref=subject_ref,
-        key=QuotaKey(dimension, model),
+        key=QuotaKey(dimension, model, window_minutes=minutes_of(dimension)),
         terms=QuotaTerms(limit_value, **terms),
         actor="test",
     )

@@ -64,8 +64,8 @@ export function nameOf({ name, endUserId }) {
   return name ? h("bdi", { class: "name" }, name) : ["(erased) ", id(endUserId)];
 }
 
-function tightestPart({ usedValue, heldValue, limitValue: limit, dimension, model }) {
-  return [meter(usedValue, heldValue, limit), h("div", { class: "note" }, `${percentOf(usedValue, heldValue, limit)} % of ${dimensionWords(dimension)}${model ? ` on ${plain(model)}` : ""}`)];
+function tightestPart({ usedValue, heldValue, limitValue: limit, dimension, windowMinutes, model }) {
+  return [meter(usedValue, heldValue, limit), h("div", { class: "note" }, `${percentOf(usedValue, heldValue, limit)} % of ${dimensionWords(dimension, windowMinutes)}${model ? ` on ${plain(model)}` : ""}`)];
 }
 
 function stateWords(state) {

@@ -149,9 +149,12 @@ export function limitValue(dimension, value) {
   return isMoney(dimension) ? decimal(value, PICOS) : count(value);
 }
 
-// Name of a limit's dimension, with its unit.
-export function dimensionWords(dimension) {
-  return words(dimension, "QUOTA_DIMENSION_").replace(" picos", "");
+// Name of a limit's dimension, with its unit: tokens per week, or in any 300 minutes, or in total.
+export function dimensionWords(dimension, windowMinutes = 0) {
+  return words(dimension, "QUOTA_DIMENSION_")
+    .replace(" picos", "")
+    .replace("per window", windowMinutes === 1 ? "in any minute" : `in any ${count(windowMinutes)} minutes`)
+    .replace("per lifetime", "in total");
 }
 
 // Control characters and direction marks, which could disguise a name. Emoji are joined by one of them.

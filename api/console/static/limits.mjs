@@ -51,7 +51,7 @@ function eachWords(forEach) {
 
 // Columns of limits, with the one that says whom they concern.
 export const limitColumns = (currency, whose = owner) => [
-  column("Limit of", (each) => [dimensionWords(each.dimension), each.model ? ` on ${each.model}` : "", remarksOf(each)]),
+  column("Limit of", (each) => [dimensionWords(each.dimension, each.windowMinutes), each.model ? ` on ${each.model}` : "", remarksOf(each)]),
   whose,
   column("Usage", (each) => counted(each, () => meter(each.usedValue, each.heldValue, each.limitValue))),
   column("Used", (each) => counted(each, () => limitValue(each.dimension, each.usedValue)), true),
@@ -59,7 +59,7 @@ export const limitColumns = (currency, whose = owner) => [
   column("Left", (each) => counted(each, () => limitValue(each.dimension, each.remainingValue)), true),
   column("Limit", (each) => limitValue(each.dimension, each.limitValue), true),
   column("Unit", (each) => unitOf(each.dimension, currency)),
-  column("Resets", (each) => counted(each, () => (each.resetTime ? [`in ${wait(secondsOf(each.resetDelay))}`, h("div", { class: "note" }, time(each.resetTime))] : "as requests end"))),
+  column("Resets", (each) => counted(each, () => (each.resetTime ? [`in ${wait(secondsOf(each.resetDelay))}`, h("div", { class: "note" }, time(each.resetTime))] : /LIFETIME|CREDIT/.test(each.dimension) ? "never" : "as requests end"))),
 ];
 
 function unitOf(dimension, currency) {

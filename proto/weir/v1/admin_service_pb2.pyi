@@ -909,6 +909,7 @@ class SetQuotaRequest(_message.Message):
     FOR_EACH_FIELD_NUMBER: _builtins.int
     END_USER_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_NUMBER: _builtins.int
+    WINDOW_MINUTES_FIELD_NUMBER: _builtins.int
     subject: _types_pb2.QuotaSubject.ValueType
     """Kind of the object that the limit applies to; `subject_ref` names it."""
     subject_ref: _builtins.str
@@ -957,11 +958,16 @@ class SetQuotaRequest(_message.Message):
     """Limits the requests with this label, "KEY=VALUE", within the organization or project. Like
     `end_user` in all else.
     """
+    window_minutes: _builtins.int
+    """Length of a rolling window, 1 to 44,640 (31 days), in whole sixtieths of full minutes: any
+    number up to 60, an even one up to 120. Part of the limit's identity. Required for dimensions
+    of a window; INVALID_ARGUMENT for any other.
+    """
     @_builtins.property
     def alert_at(self) -> _types_pb2.AlertThresholds:
-        """Percentages that trigger an alert. Unset: unchanged; for a new limit per day, week or month 50,
-        80 and 100, none for any other. INVALID_ARGUMENT for limits per minute or hour and on
-        concurrency.
+        """Percentages that trigger an alert. Unset: unchanged; for a new limit per day, week, month or
+        lifetime 50, 80 and 100, none for any other. INVALID_ARGUMENT for limits per minute or hour, on
+        rolling windows and on concurrency.
         """
 
     def __init__(
@@ -981,10 +987,11 @@ class SetQuotaRequest(_message.Message):
         for_each: _builtins.str = ...,
         end_user: _builtins.str = ...,
         label: _builtins.str = ...,
+        window_minutes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "enforced", b"enforced", "input_weight_milli", b"input_weight_milli", "output_weight_milli", b"output_weight_milli"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "end_user", b"end_user", "enforced", b"enforced", "for_each", b"for_each", "for_new_keys", b"for_new_keys", "input_weight_milli", b"input_weight_milli", "label", b"label", "limit_value", b"limit_value", "model", b"model", "output_weight_milli", b"output_weight_milli", "subject", b"subject", "subject_ref", b"subject_ref"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "end_user", b"end_user", "enforced", b"enforced", "for_each", b"for_each", "for_new_keys", b"for_new_keys", "input_weight_milli", b"input_weight_milli", "label", b"label", "limit_value", b"limit_value", "model", b"model", "output_weight_milli", b"output_weight_milli", "subject", b"subject", "subject_ref", b"subject_ref", "window_minutes", b"window_minutes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_input_weight_milli: _TypeAlias = _typing.Literal["cached_input_weight_milli"]  # noqa: Y015
     _WhichOneofArgType__cached_input_weight_milli: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli"]  # noqa: Y015

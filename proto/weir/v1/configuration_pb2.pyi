@@ -219,8 +219,8 @@ Global___ApiKeyConfiguration: _TypeAlias = ApiKeyConfiguration  # noqa: Y015
 
 @_typing.final
 class QuotaConfiguration(_message.Message):
-    """One limit of the enclosing subject, identified by dimension, model, `for_new_keys`, `for_each`,
-    `end_user` and `label`.
+    """One limit of the enclosing subject, identified by dimension, `window_minutes`, model,
+    `for_new_keys`, `for_each`, `end_user` and `label`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -240,6 +240,7 @@ class QuotaConfiguration(_message.Message):
     FOR_EACH_FIELD_NUMBER: _builtins.int
     END_USER_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_NUMBER: _builtins.int
+    WINDOW_MINUTES_FIELD_NUMBER: _builtins.int
     dimension: _types_pb2.QuotaDimension.ValueType
     """Measure and window."""
     model: _builtins.str
@@ -272,14 +273,16 @@ class QuotaConfiguration(_message.Message):
     """
     label: _builtins.str
     """See `SetQuotaRequest.label`. Part of the limit's identity."""
+    window_minutes: _builtins.int
+    """See `SetQuotaRequest.window_minutes`. Part of the limit's identity."""
     @_builtins.property
     def override_end_time(self) -> _timestamp_pb2.Timestamp:
         """End of the override. Required with `override_limit_value`, invalid without it."""
 
     @_builtins.property
     def alert_at(self) -> _types_pb2.AlertThresholds:
-        """Percentages that trigger an alert. Unset: 50, 80 and 100 for limits per day, week or month,
-        none for others.
+        """Percentages that trigger an alert. Unset: 50, 80 and 100 for limits per day, week, month or
+        lifetime, none for others.
         """
 
     def __init__(
@@ -300,10 +303,11 @@ class QuotaConfiguration(_message.Message):
         for_each: _builtins.str = ...,
         end_user: _builtins.str = ...,
         label: _builtins.str = ...,
+        window_minutes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "_override_limit_value", b"_override_limit_value", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "enforced", b"enforced", "input_weight_milli", b"input_weight_milli", "output_weight_milli", b"output_weight_milli", "override_end_time", b"override_end_time", "override_limit_value", b"override_limit_value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "_override_limit_value", b"_override_limit_value", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "end_user", b"end_user", "enforced", b"enforced", "for_each", b"for_each", "for_new_keys", b"for_new_keys", "input_weight_milli", b"input_weight_milli", "label", b"label", "limit_value", b"limit_value", "model", b"model", "output_weight_milli", b"output_weight_milli", "override_end_time", b"override_end_time", "override_limit_value", b"override_limit_value", "override_reason", b"override_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "_override_limit_value", b"_override_limit_value", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "end_user", b"end_user", "enforced", b"enforced", "for_each", b"for_each", "for_new_keys", b"for_new_keys", "input_weight_milli", b"input_weight_milli", "label", b"label", "limit_value", b"limit_value", "model", b"model", "output_weight_milli", b"output_weight_milli", "override_end_time", b"override_end_time", "override_limit_value", b"override_limit_value", "override_reason", b"override_reason", "window_minutes", b"window_minutes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_input_weight_milli: _TypeAlias = _typing.Literal["cached_input_weight_milli"]  # noqa: Y015
     _WhichOneofArgType__cached_input_weight_milli: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli"]  # noqa: Y015
@@ -457,7 +461,9 @@ class ConfigurationChange(_message.Message):
     """Secret of a new key, returned only when it is created."""
     @_builtins.property
     def quota(self) -> Global___QuotaConfiguration:
-        """Identity of a quota: dimension, model, `for_new_keys`, `for_each`, `end_user` and `label`."""
+        """Identity of a quota: dimension, `window_minutes`, model, `for_new_keys`, `for_each`, `end_user`
+        and `label`.
+        """
 
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___FieldChange]:

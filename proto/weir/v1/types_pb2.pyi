@@ -137,6 +137,10 @@ class _QuotaDimensionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QuotaD
     """Requests admitted in an ISO week, from Monday, UTC."""
     QUOTA_DIMENSION_REQUESTS_PER_MONTH: _QuotaDimension.ValueType  # 24
     """Requests admitted in a calendar month, UTC."""
+    QUOTA_DIMENSION_REQUESTS_PER_WINDOW: _QuotaDimension.ValueType  # 27
+    """Requests admitted in any `window_minutes` minutes."""
+    QUOTA_DIMENSION_REQUESTS_PER_LIFETIME: _QuotaDimension.ValueType  # 32
+    """Requests admitted in total: never reset."""
     QUOTA_DIMENSION_TOKENS_PER_MINUTE: _QuotaDimension.ValueType  # 3
     """Input and output tokens in a calendar minute, by their weights."""
     QUOTA_DIMENSION_TOKENS_PER_HOUR: _QuotaDimension.ValueType  # 12
@@ -147,6 +151,10 @@ class _QuotaDimensionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QuotaD
     """Input and output tokens in an ISO week, from Monday, UTC, by their weights."""
     QUOTA_DIMENSION_TOKENS_PER_MONTH: _QuotaDimension.ValueType  # 5
     """Input and output tokens in a calendar month, UTC, by their weights."""
+    QUOTA_DIMENSION_TOKENS_PER_WINDOW: _QuotaDimension.ValueType  # 28
+    """Input and output tokens in any `window_minutes` minutes, by their weights."""
+    QUOTA_DIMENSION_TOKENS_PER_LIFETIME: _QuotaDimension.ValueType  # 33
+    """Input and output tokens in total, by their weights: never reset."""
     QUOTA_DIMENSION_INPUT_TOKENS_PER_MINUTE: _QuotaDimension.ValueType  # 7
     """Input tokens in a calendar minute, by their weights."""
     QUOTA_DIMENSION_INPUT_TOKENS_PER_HOUR: _QuotaDimension.ValueType  # 13
@@ -157,6 +165,10 @@ class _QuotaDimensionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QuotaD
     """Input tokens in an ISO week, from Monday, UTC, by their weights."""
     QUOTA_DIMENSION_INPUT_TOKENS_PER_MONTH: _QuotaDimension.ValueType  # 25
     """Input tokens in a calendar month, UTC, by their weights."""
+    QUOTA_DIMENSION_INPUT_TOKENS_PER_WINDOW: _QuotaDimension.ValueType  # 29
+    """Input tokens in any `window_minutes` minutes, by their weights."""
+    QUOTA_DIMENSION_INPUT_TOKENS_PER_LIFETIME: _QuotaDimension.ValueType  # 34
+    """Input tokens in total, by their weights: never reset."""
     QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MINUTE: _QuotaDimension.ValueType  # 8
     """Output tokens in a calendar minute, by their weight."""
     QUOTA_DIMENSION_OUTPUT_TOKENS_PER_HOUR: _QuotaDimension.ValueType  # 14
@@ -167,6 +179,10 @@ class _QuotaDimensionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QuotaD
     """Output tokens in an ISO week, from Monday, UTC, by their weight."""
     QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MONTH: _QuotaDimension.ValueType  # 26
     """Output tokens in a calendar month, UTC, by their weight."""
+    QUOTA_DIMENSION_OUTPUT_TOKENS_PER_WINDOW: _QuotaDimension.ValueType  # 30
+    """Output tokens in any `window_minutes` minutes, by their weight."""
+    QUOTA_DIMENSION_OUTPUT_TOKENS_PER_LIFETIME: _QuotaDimension.ValueType  # 35
+    """Output tokens in total, by their weight: never reset."""
     QUOTA_DIMENSION_COST_PICOS_PER_HOUR: _QuotaDimension.ValueType  # 15
     """Money in a calendar hour, UTC; the limit is in picos of the organization's currency."""
     QUOTA_DIMENSION_COST_PICOS_PER_DAY: _QuotaDimension.ValueType  # 9
@@ -175,6 +191,10 @@ class _QuotaDimensionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QuotaD
     """Money in an ISO week, from Monday, UTC; the limit is in picos of the organization's currency."""
     QUOTA_DIMENSION_COST_PICOS_PER_MONTH: _QuotaDimension.ValueType  # 6
     """Money in a calendar month, UTC; the limit is in picos of the organization's currency."""
+    QUOTA_DIMENSION_COST_PICOS_PER_WINDOW: _QuotaDimension.ValueType  # 31
+    """Money in any `window_minutes` minutes; in picos."""
+    QUOTA_DIMENSION_COST_PICOS_PER_LIFETIME: _QuotaDimension.ValueType  # 36
+    """Money in total, in picos: never reset."""
     QUOTA_DIMENSION_PREPAID_CREDIT_PICOS: _QuotaDimension.ValueType  # 10
     """Credit of a prepaid organization. It cannot be set: it follows from credit grants. The limit is
     the usage before this month plus the credit that this month may spend, in picos; its remainder
@@ -198,6 +218,10 @@ QUOTA_DIMENSION_REQUESTS_PER_WEEK: QuotaDimension.ValueType  # 19
 """Requests admitted in an ISO week, from Monday, UTC."""
 QUOTA_DIMENSION_REQUESTS_PER_MONTH: QuotaDimension.ValueType  # 24
 """Requests admitted in a calendar month, UTC."""
+QUOTA_DIMENSION_REQUESTS_PER_WINDOW: QuotaDimension.ValueType  # 27
+"""Requests admitted in any `window_minutes` minutes."""
+QUOTA_DIMENSION_REQUESTS_PER_LIFETIME: QuotaDimension.ValueType  # 32
+"""Requests admitted in total: never reset."""
 QUOTA_DIMENSION_TOKENS_PER_MINUTE: QuotaDimension.ValueType  # 3
 """Input and output tokens in a calendar minute, by their weights."""
 QUOTA_DIMENSION_TOKENS_PER_HOUR: QuotaDimension.ValueType  # 12
@@ -208,6 +232,10 @@ QUOTA_DIMENSION_TOKENS_PER_WEEK: QuotaDimension.ValueType  # 20
 """Input and output tokens in an ISO week, from Monday, UTC, by their weights."""
 QUOTA_DIMENSION_TOKENS_PER_MONTH: QuotaDimension.ValueType  # 5
 """Input and output tokens in a calendar month, UTC, by their weights."""
+QUOTA_DIMENSION_TOKENS_PER_WINDOW: QuotaDimension.ValueType  # 28
+"""Input and output tokens in any `window_minutes` minutes, by their weights."""
+QUOTA_DIMENSION_TOKENS_PER_LIFETIME: QuotaDimension.ValueType  # 33
+"""Input and output tokens in total, by their weights: never reset."""
 QUOTA_DIMENSION_INPUT_TOKENS_PER_MINUTE: QuotaDimension.ValueType  # 7
 """Input tokens in a calendar minute, by their weights."""
 QUOTA_DIMENSION_INPUT_TOKENS_PER_HOUR: QuotaDimension.ValueType  # 13
@@ -218,6 +246,10 @@ QUOTA_DIMENSION_INPUT_TOKENS_PER_WEEK: QuotaDimension.ValueType  # 21
 """Input tokens in an ISO week, from Monday, UTC, by their weights."""
 QUOTA_DIMENSION_INPUT_TOKENS_PER_MONTH: QuotaDimension.ValueType  # 25
 """Input tokens in a calendar month, UTC, by their weights."""
+QUOTA_DIMENSION_INPUT_TOKENS_PER_WINDOW: QuotaDimension.ValueType  # 29
+"""Input tokens in any `window_minutes` minutes, by their weights."""
+QUOTA_DIMENSION_INPUT_TOKENS_PER_LIFETIME: QuotaDimension.ValueType  # 34
+"""Input tokens in total, by their weights: never reset."""
 QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MINUTE: QuotaDimension.ValueType  # 8
 """Output tokens in a calendar minute, by their weight."""
 QUOTA_DIMENSION_OUTPUT_TOKENS_PER_HOUR: QuotaDimension.ValueType  # 14
@@ -228,6 +260,10 @@ QUOTA_DIMENSION_OUTPUT_TOKENS_PER_WEEK: QuotaDimension.ValueType  # 22
 """Output tokens in an ISO week, from Monday, UTC, by their weight."""
 QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MONTH: QuotaDimension.ValueType  # 26
 """Output tokens in a calendar month, UTC, by their weight."""
+QUOTA_DIMENSION_OUTPUT_TOKENS_PER_WINDOW: QuotaDimension.ValueType  # 30
+"""Output tokens in any `window_minutes` minutes, by their weight."""
+QUOTA_DIMENSION_OUTPUT_TOKENS_PER_LIFETIME: QuotaDimension.ValueType  # 35
+"""Output tokens in total, by their weight: never reset."""
 QUOTA_DIMENSION_COST_PICOS_PER_HOUR: QuotaDimension.ValueType  # 15
 """Money in a calendar hour, UTC; the limit is in picos of the organization's currency."""
 QUOTA_DIMENSION_COST_PICOS_PER_DAY: QuotaDimension.ValueType  # 9
@@ -236,6 +272,10 @@ QUOTA_DIMENSION_COST_PICOS_PER_WEEK: QuotaDimension.ValueType  # 23
 """Money in an ISO week, from Monday, UTC; the limit is in picos of the organization's currency."""
 QUOTA_DIMENSION_COST_PICOS_PER_MONTH: QuotaDimension.ValueType  # 6
 """Money in a calendar month, UTC; the limit is in picos of the organization's currency."""
+QUOTA_DIMENSION_COST_PICOS_PER_WINDOW: QuotaDimension.ValueType  # 31
+"""Money in any `window_minutes` minutes; in picos."""
+QUOTA_DIMENSION_COST_PICOS_PER_LIFETIME: QuotaDimension.ValueType  # 36
+"""Money in total, in picos: never reset."""
 QUOTA_DIMENSION_PREPAID_CREDIT_PICOS: QuotaDimension.ValueType  # 10
 """Credit of a prepaid organization. It cannot be set: it follows from credit grants. The limit is
 the usage before this month plus the credit that this month may spend, in picos; its remainder
@@ -453,6 +493,7 @@ class QuotaStatus(_message.Message):
     WITHIN_ID_FIELD_NUMBER: _builtins.int
     WITHIN_NAME_FIELD_NUMBER: _builtins.int
     SELECTOR_ID_FIELD_NUMBER: _builtins.int
+    WINDOW_MINUTES_FIELD_NUMBER: _builtins.int
     quota_id: _builtins.str
     """Server-generated UUID of the quota. Empty for a limit that a selector gives with the first
     request.
@@ -524,13 +565,17 @@ class QuotaStatus(_message.Message):
     """
     selector_id: _builtins.str
     """UUID of the selector that gives this limit its terms. Empty if it has terms of its own."""
+    window_minutes: _builtins.int
+    """Length of a rolling window. 0 for every other dimension."""
     @_builtins.property
     def reset_time(self) -> _timestamp_pb2.Timestamp:
-        """Time when the window ends and `used_value` resets to zero. Unset for concurrency."""
+        """Time when the window ends and `used_value` resets to zero. In a rolling window, it falls step
+        by step until then. Unset for concurrency, prepaid credit and the lifetime.
+        """
 
     @_builtins.property
     def reset_delay(self) -> _duration_pb2.Duration:
-        """Time from now to `reset_time`. Unset for concurrency."""
+        """Time from now to `reset_time`. Unset with it."""
 
     @_builtins.property
     def override_end_time(self) -> _timestamp_pb2.Timestamp:
@@ -573,10 +618,11 @@ class QuotaStatus(_message.Message):
         within_id: _builtins.str = ...,
         within_name: _builtins.str = ...,
         selector_id: _builtins.str = ...,
+        window_minutes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["override_end_time", b"override_end_time", "reset_delay", b"reset_delay", "reset_time", b"reset_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alert_at", b"alert_at", "base_limit_value", b"base_limit_value", "binding", b"binding", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_each", b"for_each", "for_new_keys", b"for_new_keys", "held_value", b"held_value", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "narrowed_by_quota_id", b"narrowed_by_quota_id", "output_weight_milli", b"output_weight_milli", "override_end_time", b"override_end_time", "override_reason", b"override_reason", "quota_id", b"quota_id", "remaining_value", b"remaining_value", "reset_delay", b"reset_delay", "reset_time", b"reset_time", "selector_id", b"selector_id", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "used_value", b"used_value", "within_id", b"within_id", "within_name", b"within_name", "would_refuse_count", b"would_refuse_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alert_at", b"alert_at", "base_limit_value", b"base_limit_value", "binding", b"binding", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_each", b"for_each", "for_new_keys", b"for_new_keys", "held_value", b"held_value", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "narrowed_by_quota_id", b"narrowed_by_quota_id", "output_weight_milli", b"output_weight_milli", "override_end_time", b"override_end_time", "override_reason", b"override_reason", "quota_id", b"quota_id", "remaining_value", b"remaining_value", "reset_delay", b"reset_delay", "reset_time", b"reset_time", "selector_id", b"selector_id", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "used_value", b"used_value", "window_minutes", b"window_minutes", "within_id", b"within_id", "within_name", b"within_name", "would_refuse_count", b"would_refuse_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

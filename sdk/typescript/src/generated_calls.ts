@@ -212,9 +212,9 @@ export interface SetQuotaOptions extends CallOptionsOf {
   /** Thousandths that an output token counts. */
   readonly outputWeightMilli?: number | bigint | undefined;
   /**
-   * Percentages that trigger an alert. Unset: unchanged; for a new limit per day, week or month 50,
-   * 80 and 100, none for any other. InvalidRequest for limits per minute or hour and on
-   * concurrency.
+   * Percentages that trigger an alert. Unset: unchanged; for a new limit per day, week, month or
+   * lifetime 50, 80 and 100, none for any other. InvalidRequest for limits per minute or hour, on
+   * rolling windows and on concurrency.
    */
   readonly alertAt?: readonly number[] | undefined;
   /**
@@ -235,6 +235,12 @@ export interface SetQuotaOptions extends CallOptionsOf {
    * `end_user` in all else.
    */
   readonly label?: string | undefined;
+  /**
+   * Length of a rolling window, 1 to 44,640 (31 days), in whole sixtieths of full minutes: any
+   * number up to 60, an even one up to 120. Part of the limit's identity. Required for dimensions
+   * of a window; InvalidRequest for any other.
+   */
+  readonly windowMinutes?: number | undefined;
 }
 
 /** Options of `setPrice`. */
@@ -753,6 +759,7 @@ export class AdminCalls extends UnaryClient {
       forEach: options.forEach,
       endUser: options.endUser,
       label: options.label,
+      windowMinutes: options.windowMinutes,
     });
     const method = AdminService.method.setQuota;
     const response = await this.connection.call(method, init, options);

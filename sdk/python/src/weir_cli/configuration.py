@@ -81,6 +81,8 @@ def title(change: ConfigurationChange) -> str:
         named += f" ({change.api_key_prefix})"
     if change.kind == "quota":
         named += f" · {dimension_of(change.quota.get('dimension')).value}"
+        if minutes := change.quota.get("window_minutes"):
+            named += f" of {minutes} minutes"
         if model := change.quota.get("model"):
             named += f" for {printable(str(model))}"
         if change.quota.get("for_new_keys"):

@@ -51,6 +51,7 @@ _FLAGS = {
     "stop": "--stop",
     "limit_value": "VALUE",
     "for_each": "--each",
+    "window_minutes": "--minutes",
     "end_user": "--end-user",
     "label": "--label",
     "first_day": "--from",

@@ -49,6 +49,7 @@ QUOTA = Section(
         "for_each": selector("for_each"),
         "end_user": text("end_user"),
         "label": text("label"),
+        "window_minutes": count("window_minutes"),
         "limit": limit("limit_value"),
         **entries(TERMS["quota"]),
         "override_limit": limit("override_limit_value"),

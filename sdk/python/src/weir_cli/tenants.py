@@ -168,6 +168,11 @@ ONES = {
     "end_user": option(str, "Limit this end user only: your own user, as requests name it."),
     "label": option(str, "Limit the requests with this label only, such as team=search."),
 }
+WINDOW = {
+    "minutes": option(
+        int, "Length of a rolling window, such as 300 for tokens-per-window.", "--minutes", min=1
+    )
+}
 REQUEST = {
     "end_user": option(str, "Also the limits of this end user of yours."),
     "labels": option(
@@ -483,7 +488,7 @@ quota = typer.Typer(help="Set, show and remove limits.", no_args_is_help=True)
 
 
 @quota.command("set")
-@calls(admin_client, options=ONES | options_of(TERMS["quota"]))
+@calls(admin_client, options=WINDOW | ONES | options_of(TERMS["quota"]))
 def set_quota(
     client: AdminClient,
     dimension: Annotated[str, typer.Argument(help=f"What to limit: {DIMENSION_NAMES}.")],
@@ -521,7 +526,8 @@ def set_quota(
     """Set a limit for an organization, a project or a key, or change it.
 
     You can also limit your own users and the labels of requests, one or each of them. Usage of the
-    current window, such as the month, counts already. A week begins on Monday, UTC.
+    current window, such as the month, counts already. A week begins on Monday, UTC. With `--minutes
+    300`, a limit per window counts in any 300 minutes; one per lifetime never resets.
     """
     kind = parse_dimension(dimension)
     limit = parsed("VALUE", parse_limit, kind, value)
@@ -539,6 +545,7 @@ def set_quota(
         for_each=parsed("--each", parse_selector, each) if each else "",
         end_user=end_user or "",
         label=label or "",
+        window_minutes=terms["minutes"] or 0,
         **values_of(TERMS["quota"], terms),
     )
     return changed(status)
@@ -773,9 +780,14 @@ def changed(status: QuotaStatus) -> Output:
 
 def limits(found: Sequence[QuotaStatus], table: Table[QuotaStatus]) -> RenderableType:
     """Draw limits. Among several on one dimension, the remark says which of them binds."""
-    counts = Counter(each.dimension for each in found)
+    counts = Counter((each.dimension, each.window_minutes) for each in found)
     return table.of(
-        [each if counts[each.dimension] > 1 else replace(each, binding=False) for each in found]
+        [
+            each
+            if counts[each.dimension, each.window_minutes] > 1
+            else replace(each, binding=False)
+            for each in found
+        ]
     )
 
 

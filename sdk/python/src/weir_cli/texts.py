@@ -474,7 +474,7 @@ def subject_text(subject: QuotaSubject) -> str:
 
 def quota_remarks(quota: QuotaStatus) -> str:
     """Format the special properties of a limit in parentheses; empty if it has none."""
-    notes = []
+    notes = [f"{quota.window_minutes:,} minutes"] if quota.window_minutes else []
     if quota.selector_id:
         notes.append("by selector")
     weights = (quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli)

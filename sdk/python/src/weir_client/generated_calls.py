@@ -341,6 +341,7 @@ class AsyncAdminCalls(UnaryClient):
         for_each: str = "",
         end_user: str = "",
         label: str = "",
+        window_minutes: int = 0,
     ) -> QuotaStatus:
         """Sets one limit; it replaces a limit of the same subject, model and dimension. Past usage
         counts.
@@ -364,8 +365,8 @@ class AsyncAdminCalls(UnaryClient):
             has reported the cached tokens, the larger of both weights is held.
         `output_weight_milli`: Thousandths that an output token counts.
         `alert_at`: Percentages that trigger an alert. Unset: unchanged; for a new limit per day,
-            week or month 50, 80 and 100, none for any other. InvalidRequest for limits per minute
-            or hour and on concurrency.
+            week, month or lifetime 50, 80 and 100, none for any other. InvalidRequest for limits
+            per minute or hour, on rolling windows and on concurrency.
         `for_each`: The limit is a selector, "end_user" or "label:KEY": each end user, or each value
             of this label, within the organization or project gets a limit with these terms, from
             its first request on. Part of the limit's identity. InvalidRequest for a key, or with
@@ -375,6 +376,9 @@ class AsyncAdminCalls(UnaryClient):
             Bad names, a key as subject, or another of these fields: InvalidRequest.
         `label`: Limits the requests with this label, "KEY=VALUE", within the organization or
             project. Like `end_user` in all else.
+        `window_minutes`: Length of a rolling window, 1 to 44,640 (31 days), in whole sixtieths of
+            full minutes: any number up to 60, an even one up to 120. Part of the limit's identity.
+            Required for dimensions of a window; InvalidRequest for any other.
         """
         request = wire.request(
             admin_service_pb2.SetQuotaRequest,
@@ -392,6 +396,7 @@ class AsyncAdminCalls(UnaryClient):
             for_each=for_each,
             end_user=end_user,
             label=label,
+            window_minutes=window_minutes,
         )
         response = await self._call(self._stub.SetQuota, request)
         return wire.read(QuotaStatus, response.quota)
