@@ -73,13 +73,14 @@ class JournalUnavailable(MeteringError):
 
 
 class NotFound(MeteringError):
-    """`kind` `ref` does not exist, or not for this caller."""
+    """`kind` `ref` does not exist, or not for this caller. detail: ends the message."""
 
     reason = "NOT_FOUND"
 
-    def __init__(self, kind: str, ref: str) -> None:
+    def __init__(self, kind: str, ref: str, detail: str = "") -> None:
         super().__init__(
             f"{kind} {ref[:64]!r} not found. Check the name or id, and that your key may see it."
+            + (f" {detail}" if detail else "")
         )
         self.kind = kind
         self.ref = ref

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Row, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.errors import InvalidValue, NotFound
+from metering.core.errors import InvalidValue
 from metering.core.models import (
     Hold,
     HoldState,
@@ -38,6 +38,7 @@ from metering.core.models import (
     record_of,
 )
 from metering.core.pages import page_token, page_values, row_id, utc_time
+from metering.core.retained import check_details, request_not_found
 from metering.invoicing.months import CANCELLED, FAILED, LIMITED
 from metering.ledger.ledger import MonthState, TransactionKind, month_bounds
 from metering.pricing.prices import COUNTS_OF_EVENT, checked_model
@@ -188,7 +189,8 @@ GROUPS: Mapping[Grouping, GroupColumns] = {
 }
 
 PARTS = f"""u.outcome, u.rated_at IS NOT NULL AS is_posted, u.settled_at < :begins AS is_late,
-           count(*) FILTER (WHERE u.part = 0) AS request_count, sum(u.cost_picos) AS cost,
+           sum(u.event_count) FILTER (WHERE u.part = 0) AS request_count,
+           sum(u.cost_picos) AS cost,
            sum(u.migration_count) AS migration_count, {KIND_SUMS}"""
 
 USED = "u.settled_at >= :begins AND u.settled_at < :ends"
@@ -205,6 +207,7 @@ CHARGED = f"""
                 AND t.billing_month = CAST(:month AS date)
                 AND t.kind = '{TransactionKind.USAGE}'
           )
+          OR u.billing_month = CAST(:month AS date)
           OR (
               u.rated_at IS NULL
               AND u.settled_at >= :begins
@@ -217,6 +220,33 @@ CHARGED = f"""
           )
       )
 """
+
+
+# Usage events with the columns of `usage_sums`, for what the sums of old months do not have.
+DETAILS = "SELECT e.*, 1 AS event_count, NULL::date AS billing_month FROM usage_events e"
+GROUPED_DETAILS = {
+    Grouping.REQUEST: "single requests",
+    Grouping.END_USER: "the end users of requests",
+    Grouping.LABEL: "the labels of requests",
+    Grouping.HOUR: "the times of requests",
+}
+
+
+def details_of(of: UsageFilter, by: Sequence[Grouping]) -> tuple[str, str] | None:
+    """Return the field that needs single usage events, and for what; None if sums are enough."""
+    for group, what in GROUPED_DETAILS.items():
+        if group in by:
+            return "group_by", what
+    if of.end_user_id is not None:
+        return "end_user", GROUPED_DETAILS[Grouping.END_USER]
+    if of.labels:
+        return "labels", GROUPED_DETAILS[Grouping.LABEL]
+    return None
+
+
+def usage_of(of: UsageFilter, by: Sequence[Grouping]) -> str:
+    """Build the SQL source of a report: usage events, or their sums where these are enough."""
+    return "usage_sums" if details_of(of, by) is None else f"({DETAILS})"
 
 
 def group_statement(of: UsageFilter, groups: Groups, token: str, parameters: dict[str, Any]) -> str:
@@ -247,7 +277,7 @@ def group_statement(of: UsageFilter, groups: Groups, token: str, parameters: dic
     return f"""
 WITH parts AS (
     SELECT {keys}, {PARTS}
-    FROM usage_events u
+    FROM {usage_of(of, by)} u
     WHERE {where(of, parameters)} {after}
     GROUP BY {listed}, {PART_KEYS}
 ), used AS (
@@ -281,7 +311,7 @@ def request_statement(of: UsageFilter, token: str, parameters: dict[str, Any]) -
     return f"""
 WITH page AS MATERIALIZED (
     SELECT *
-    FROM usage_events u
+    FROM ({DETAILS}) u
     WHERE {where(of, parameters)} {after}
     ORDER BY u.settled_at, u.id
     LIMIT :limit
@@ -345,11 +375,14 @@ def where(of: UsageFilter, parameters: dict[str, Any]) -> str:
     return " AND ".join(conditions)
 
 
-async def parameters_of(session: AsyncSession, of: UsageFilter) -> dict[str, Any]:
+async def parameters_of(
+    session: AsyncSession, of: UsageFilter, by: Sequence[Grouping] = ()
+) -> dict[str, Any]:
     """Build the parameters that all statements share.
 
     The start of the usage is queried first, so that the planner can estimate the range of the index
-    that a statement reads. Raises: InvalidValue for an invalid month, model name or label.
+    that a statement reads. Raises: InvalidValue for an invalid month, model name or label, and for
+    details that were removed.
     """
     if of.model:
         checked_model(of.model)
@@ -361,11 +394,21 @@ async def parameters_of(session: AsyncSession, of: UsageFilter) -> dict[str, Any
     } | {"organization_id": of.organization_id}
     if isinstance(of.period, Days):
         ends = midnight(of.period.last) + timedelta(days=1)
-        return parameters | {"begins": midnight(of.period.first), "ends": ends}
+        parameters |= {"begins": midnight(of.period.first), "ends": ends}
+        await _check_details(session, of, by, parameters["begins"])
+        return parameters
     begins, ends = month_bounds(of.period)
     parameters |= {"begins": begins, "ends": ends, "month": begins.date()}
     first = (await session.execute(FIRST_USE, parameters)).scalar_one()
+    await _check_details(session, of, by, first)
     return parameters | {"first": first}
+
+
+async def _check_details(
+    session: AsyncSession, of: UsageFilter, by: Sequence[Grouping], first: datetime
+) -> None:
+    if (needed := details_of(of, by)) is not None:
+        await check_details(session, first, *needed)
 
 
 async def find_end_user_id(
@@ -520,7 +563,7 @@ async def usage_page(
             "page_size", f"must be between 1 and {PAGE_SIZE_MAX}, or 0 for {PAGE_SIZE}"
         )
     size = page_size or PAGE_SIZE
-    parameters = await parameters_of(session, of) | {"limit": size + 1}
+    parameters = await parameters_of(session, of, groups.by) | {"limit": size + 1}
     groups = checked_groups(groups, of)
     if Grouping.REQUEST in groups.by:
         keys: tuple[str, ...] = ("settled_at", "id")
@@ -539,7 +582,8 @@ async def usage_total(session: AsyncSession, of: UsageFilter) -> UsageRow:
     """Sum the filtered usage of one organization, and so of one currency, in one row."""
     assert of.organization_id is not None
     parameters = await parameters_of(session, of)
-    parts = f"SELECT {PARTS} FROM usage_events u WHERE {where(of, parameters)} GROUP BY {PART_KEYS}"
+    usage = usage_of(of, ())
+    parts = f"SELECT {PARTS} FROM {usage} u WHERE {where(of, parameters)} GROUP BY {PART_KEYS}"
     return usage_row(
         (await session.execute(text(f"SELECT {ROW_SUMS} FROM ({parts}) parts"), parameters)).one()
     )
@@ -702,7 +746,7 @@ async def find_recorded_request(
             select(Hold).where(*of_request).order_by(Hold.admitted_at.desc()).limit(1)
         )
     if hold is None:
-        raise NotFound("request", str(request_id))
+        raise await request_not_found(session, str(request_id))
     price = await session.get_one(PriceVersion, hold.price_version_id)
     events = select(UsageEvent).where(UsageEvent.hold_id == hold.id).order_by(UsageEvent.part)
     found = (await session.scalars(events)).all()
