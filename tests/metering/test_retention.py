@@ -95,7 +95,7 @@ class Records:
                     month,
                     hold_id=first.hold_id,
                     part=1,
-                    settled_at=first.settled_at + timedelta(days=self.random.choice([0, 1, 35])),
+                    settled_at=first.settled_at + timedelta(days=self.random.choice([0, 1, 31])),
                 )
                 await world.use(price, late, end_user=user)
                 await execute_unguarded(
@@ -104,7 +104,8 @@ class Records:
                     f" WHERE id = '{first.hold_id}'",
                     "UPDATE usage_events SET labels = h.labels, end_user_id = h.end_user_id,"
                     " request_id = h.request_id, admitted_at = h.admitted_at,"
-                    " input_token_count = 0, cached_input_token_count = 0, cost_picos = billed_reasoning_token_count *"
+                    " input_token_count = 0, cached_input_token_count = 0,"
+                    " cost_picos = billed_reasoning_token_count *"
                     " coalesce(p.reasoning_picos_per_token, p.output_picos_per_token) +"
                     " (billed_token_count - billed_reasoning_token_count) *"
                     " p.output_picos_per_token FROM holds h, price_versions p"
