@@ -6,8 +6,8 @@ which refuse anything else; each is a short transaction, and an interrupted remo
 it stopped:
 
 1. Sum the usage events by day, and keep the hashes of their receipts.
-2. Delete the holds that have ended, some pages at a time; what they used of limits without a window
-   is kept as their checkpoint.
+2. Delete the holds that have ended, some pages at a time; their usage is added to the checkpoints
+   of limits without a window.
 3. Exchange the events for their sums: detach their partition. Readers see one or the other.
 4. Drop the detached table.
 
@@ -84,7 +84,7 @@ class UsageMonth:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What is kept, due and removed. `audit_before` is None without a setting."""
+    """Months by state, and audit entries that are due. `audit_before` is None without a setting."""
 
     settings: RetentionSettings
     months: tuple[UsageMonth, ...]
@@ -94,7 +94,7 @@ class Retention:
 
 @dataclass(slots=True)
 class Removal:
-    """What a run removed; `is_busy` if another one was running. Obstacles are of the next month."""
+    """Result of a run; `is_busy` if another one was running. Obstacles are of the next month."""
 
     months: list[str]
     audit_entry_count: int = 0

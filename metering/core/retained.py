@@ -1,7 +1,7 @@
-"""What a query finds of months whose usage events were removed, and how the answer says so.
+"""Months without details: the day from which details are kept, and errors that name it.
 
-Sums by day, project, key, model and outcome remain (`usage_sums`). Whoever asks for a detail of
-such a month gets an error that names the first day with details, never an empty answer.
+Sums by day, project, key, model and outcome remain (`usage_sums`). A call that needs a detail of a
+removed month gets an error that names the first day with details, never an empty answer.
 """
 
 from __future__ import annotations

@@ -350,8 +350,8 @@ COUNTER_CHECKS = (
         "counters-equal-holds",
         "The held value of a counter is the sum over live holds; its used value is the sum of usage"
         " events, postings of live holds and leases of expired holds in its window; no counter is"
-        " missing. Reads whole windows, whatever `since` is. What deleted holds used of a limit"
-        " without a window is its checkpoint.",
+        " missing. Reads whole windows, whatever `since` is. A limit without a window counts"
+        " deleted holds by its checkpoint.",
         f"WITH rules AS ({RULES})"
         + violations_sql(
             "concat('counter of quota ', quota_id, ' (', dimension, ') from ', window_start)",

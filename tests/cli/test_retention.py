@@ -1,4 +1,4 @@
-"""`weir retention` on a database: what is due, what is in the way, and what was removed."""
+"""`weir retention` on a database: months that are due, obstacles, and removals."""
 
 from __future__ import annotations
 

@@ -397,7 +397,7 @@ async def test_a_kill_between_detach_and_drop_leaves_a_table_that_the_next_run_d
     between = await records.read()
     check_invariants(database_url)
 
-    # Also without the setting: what was begun is finished.
+    # Even without the setting, a month that was begun is finished.
     await apply_retention(sessions, RetentionSettings(), actor="test")
 
     assert (await states(sessions))["2025-01"] is MonthRetention.REMOVED
