@@ -91,6 +91,9 @@ BORDER_AGE = timedelta(minutes=1)
 EARLY_TIMEOUT_MS = 600_000
 # Below the lock timeout of a batch: setting the quota fails before admissions do.
 LOCKED_TIMEOUT_MS = 3_000
+KINDS_AT_PRICES = ", ".join(
+    f"({count}, {PRICES[kind]})" for kind, (count, _) in COUNTS_OF_EVENT.items()
+)
 FOR_EVER = datetime(9999, 1, 1, tzinfo=UTC)
 NO_HEAD = 0, datetime(1970, 1, 1, tzinfo=UTC)  # of a newly created project
 
@@ -287,9 +290,6 @@ WHERE state = 'held'
 GROUP BY number, member, window_start
 """
 
-KINDS_AT_PRICES = ", ".join(
-    f"({count}, {PRICES[kind]})" for kind, (count, _) in COUNTS_OF_EVENT.items()
-)
 TAILS = {
     Kind.CONCURRENCY: CONCURRENCY,
     Kind.REQUESTS: REQUESTS,

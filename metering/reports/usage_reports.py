@@ -142,13 +142,15 @@ class GroupColumns(NamedTuple):
     """SQL of one grouping.
 
     `key` is an expression on a usage event u; `parse` reads its value from a page token. `names`
-    and `join` are further columns and the table they come from.
+    and `join` are further columns and the table they come from. `detail` is what it needs of single
+    events, if the sums of old months are not enough.
     """
 
     key: str
     parse: Callable[[str], object]
     names: str = ""
     join: str = ""
+    detail: str = ""
 
 
 def label_text(text: str) -> str:
@@ -163,7 +165,9 @@ GROUPS: Mapping[Grouping, GroupColumns] = {
         "date_bin('1 day', u.settled_at, TIMESTAMPTZ '2000-01-01 00:00:00+00')", utc_time
     ),
     Grouping.HOUR: GroupColumns(
-        "date_bin('1 hour', u.settled_at, TIMESTAMPTZ '2000-01-01 00:00:00+00')", utc_time
+        "date_bin('1 hour', u.settled_at, TIMESTAMPTZ '2000-01-01 00:00:00+00')",
+        utc_time,
+        detail="the times of requests",
     ),
     Grouping.PROJECT: GroupColumns(
         "u.project_id",
@@ -183,9 +187,14 @@ GROUPS: Mapping[Grouping, GroupColumns] = {
         uuid.UUID,
         "s.name AS end_user_name",
         "LEFT JOIN usage_subjects s ON s.id = used.end_user",
+        "the end users of requests",
     ),
     # A value may be empty, and differs from none.
-    Grouping.LABEL: GroupColumns("coalesce('=' || (u.labels ->> :label_key), '')", label_text),
+    Grouping.LABEL: GroupColumns(
+        "coalesce('=' || (u.labels ->> :label_key), '')",
+        label_text,
+        detail="the labels of requests",
+    ),
 }
 
 PARTS = f"""u.outcome, u.rated_at IS NOT NULL AS is_posted, u.settled_at < :begins AS is_late,
@@ -224,23 +233,19 @@ CHARGED = f"""
 
 # Usage events with the columns of `usage_sums`, for what the sums of old months do not have.
 DETAILS = "SELECT e.*, 1 AS event_count, NULL::date AS billing_month FROM usage_events e"
-GROUPED_DETAILS = {
-    Grouping.REQUEST: "single requests",
-    Grouping.END_USER: "the end users of requests",
-    Grouping.LABEL: "the labels of requests",
-    Grouping.HOUR: "the times of requests",
-}
 
 
 def details_of(of: UsageFilter, by: Sequence[Grouping]) -> tuple[str, str] | None:
     """Return the field that needs single usage events, and for what; None if sums are enough."""
-    for group, what in GROUPED_DETAILS.items():
-        if group in by:
-            return "group_by", what
+    if Grouping.REQUEST in by:
+        return "group_by", "single requests"
+    for group in by:
+        if GROUPS[group].detail:
+            return "group_by", GROUPS[group].detail
     if of.end_user_id is not None:
-        return "end_user", GROUPED_DETAILS[Grouping.END_USER]
+        return "end_user", GROUPS[Grouping.END_USER].detail
     if of.labels:
-        return "labels", GROUPED_DETAILS[Grouping.LABEL]
+        return "labels", GROUPS[Grouping.LABEL].detail
     return None
 
 
