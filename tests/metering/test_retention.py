@@ -365,6 +365,7 @@ async def test_an_interrupted_removal_continues_and_every_step_is_sound(
     """Each run takes one step; between two of them everything can be read and proved."""
     before = await records.read()
     steps = 0
+    over = iter([True])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(retention, "_is_over", lambda _: next(over))
         while not (
