@@ -116,6 +116,10 @@ WEIR_BROKER_URL|worker|URL||
     Celery's broker, such as `redis://host`. Unset: you can run one worker, without a broker.
 WEIR_READY_FILE|worker|path||
     The worker writes its process id there when it is ready.
+WEIR_USAGE_RETENTION_MONTHS|worker|number||3 to 1200
+    How many whole months details of usage are kept after their own. Unset: for ever.
+WEIR_AUDIT_RETENTION_MONTHS|worker|number||3 to 1200
+    For how many months audit entries are kept. Unset: for ever.
 WEIR_EXPORT|worker|choice|off|`stripe`, `file` or `off`
     Where usage is sent.
 WEIR_EXPORT_FILE|worker|path|usage.jsonl in WEIR_HOME|

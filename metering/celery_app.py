@@ -23,8 +23,10 @@ from celery.signals import worker_init, worker_ready, worker_shutting_down  # ty
 from click import Option
 
 from common.incidents import Retries
+from common.settings import SettingInvalid, read
 from metering.core.errors import InvalidValue
 from metering.export.export_settings import export_settings
+from metering.retention import RetentionSettings
 from metering.worker import READY_FILE, TaskRequest, UsageListener, record_worker_incidents
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ SCHEDULE = {
     "delete_past_counters": DELETE_COUNTERS_EVERY_S,
     "archive_idle_usage_subjects": DELETE_COUNTERS_EVERY_S,
     "keep_partitions": KEEP_PARTITIONS_EVERY_S,
+    "apply_retention": KEEP_PARTITIONS_EVERY_S,
     "refresh_prepaid": PREPAID_EVERY_S,
     "fire_alerts": ALERTS_EVERY_S,
     "export_usage": EXPORT_EVERY_S,
@@ -191,12 +194,13 @@ def task(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 @worker_init.connect  # type: ignore[untyped-decorator]
 def refuse_without_database(**_: Any) -> None:
-    """Exit the worker if `WEIR_DATABASE_URL` is not set or an export setting is invalid."""
+    """Exit the worker if `WEIR_DATABASE_URL` is not set, or a setting of its tasks is invalid."""
     if not os.environ.get("WEIR_DATABASE_URL"):
         raise SystemExit("WEIR_DATABASE_URL is not set: name the database of this worker")
     try:
         export_settings(os.environ)
-    except InvalidValue as error:
+        read(RetentionSettings, os.environ)
+    except (InvalidValue, SettingInvalid) as error:
         raise SystemExit(str(error)) from error
 
 

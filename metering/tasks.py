@@ -12,6 +12,7 @@ from celery.signals import worker_process_init  # type: ignore[import-untyped]
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from common.incidents import Retries
+from common.settings import SettingInvalid, read
 from metering.alerts.alerts import fire_due_alerts
 from metering.alerts.webhooks import allows_private, deliver_alerts
 from metering.celery_app import TIME_LIMIT_S, rating_request, task
@@ -23,6 +24,7 @@ from metering.ledger.rating import rate_all_pending
 from metering.plans.prepaid import refresh_for_the_month
 from metering.quotas import quota_admin
 from metering.receipts.signing import load_signer
+from metering.retention import RetentionSettings, apply_retention
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.store.refusals import AWAY, is_conflict, repeated
 from metering.tenants.usage_subjects import archive_all_idle
@@ -30,6 +32,9 @@ from metering.tenants.usage_subjects import archive_all_idle
 log = logging.getLogger(__name__)
 alerts = Retries("alert_look", passing=(DatabaseUnavailable,))
 misstated_retries = Retries("misstated_usage")  # per message, which names the events
+
+# Of a run, without its last step: rating shares the worker, and the next run continues.
+RETENTION_BUDGET_S = 10.0
 
 # Of alerts and export one holds the locks; the others take turns, for a millisecond at a time.
 CONNECTIONS = 3
@@ -83,6 +88,25 @@ def keep_partitions() -> None:
 async def _keep_partitions(sessions: Sessions) -> None:
     async with sessions.begin() as session:
         await rating.create_partitions(session)
+
+
+@task("weir.apply_retention")
+def remove_old_details() -> None:
+    """Remove the details of usage, and the audit entries, that are older than the settings."""
+    try:
+        given = read(RetentionSettings, os.environ)
+    except SettingInvalid as error:
+        log.error("no details are removed: %s", error)
+        return
+    run(lambda sessions: _remove(sessions, given))
+
+
+async def _remove(sessions: Sessions, given: RetentionSettings) -> None:
+    removal = await apply_retention(
+        sessions, given, actor="billing worker", budget_s=RETENTION_BUDGET_S
+    )
+    if removal.obstacles:
+        log.warning("a month's usage is due for removal: %s", "; ".join(removal.obstacles))
 
 
 @task("weir.refresh_prepaid")

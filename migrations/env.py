@@ -23,14 +23,15 @@ from metering.store.migrations_runner import MIGRATION_LOCK_ID
 
 # Tables used by SQL only, see `docs/internals/tables.md`. All other tables have a mapped class.
 UNMAPPED = """
-adjustment_decisions adjustments admin_requests alert_scans billing_months billing_profiles
-cancel_commands credit_applications credit_grants document_series export_progress
+adjustment_decisions adjustments admin_requests alert_scans audit_retentions billing_months
+billing_profiles cancel_commands credit_applications credit_grants document_series export_progress
 invoice_letterheads invoice_lines
 invoices issued_documents ledger_accounts ledger_entries ledger_transactions live_reports
-meter_batches month_closings plan_assignments plan_versions receipt_batches receipt_chains
-receipt_keys replica_drains resale_statement_lines resale_statements rule_changes stripe_events
+meter_batches month_closings plan_assignments plan_versions quota_checkpoints receipt_batches
+receipt_chains receipt_keys replica_drains resale_statement_lines resale_statements retired_months
+retired_receipts rule_changes stripe_events
 stripe_invoices stripe_late_items stripe_month_items stripe_month_settlements stripe_objects
-unrated_usage usage_corrections worker_incidents
+unrated_usage usage_corrections usage_days worker_incidents
 """
 PARTITION = re.compile(r"usage_events_(\d{4}_\d{2}|default)")  # one per month, created ahead
 MONTHS_AHEAD = 3  # time without a worker, which creates partitions too, before one is missing

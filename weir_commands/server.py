@@ -31,6 +31,9 @@ COMMANDS: Mapping[str, Command] = {
     "reconcile": Command(
         "api.cli.commands:reconcile", "Compare usage, ledger, invoices and Stripe.", OPERATOR
     ),
+    "retention": Command(
+        "api.cli.commands:retention", "Remove details of old usage and audit entries.", OPERATOR
+    ),
     "stripe": Command("api.cli.commands:stripe", "Let Stripe invoice your customers.", OPERATOR),
     "demo": Command(
         "api.cli.commands:demo", "Show the whole path of a request, and its bill.", OPERATOR

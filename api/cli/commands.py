@@ -369,6 +369,47 @@ def reconcile(
         raise typer.Exit(ExitCode.FAILED)
 
 
+retention = typer.Typer(
+    help="Keep details of usage and audit entries for a limited time.", no_args_is_help=False
+)
+
+
+@retention.callback(invoke_without_command=True)
+def retention_alone(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        show_retention()
+
+
+@retention.command("show")
+def show_retention(as_json: JsonOption = False, home: HomeOption = None) -> None:
+    """Show for each month whether its details are kept, due or removed, and what is in the way."""
+    from api.cli.retention import print_retention
+
+    print_retention(home, as_json=as_json)
+
+
+@retention.command("apply")
+def apply(
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what is due, and remove nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
+    """Remove the details of usage, and the audit entries, that are older than you keep them.
+
+    WEIR_USAGE_RETENTION_MONTHS and WEIR_AUDIT_RETENTION_MONTHS say for how long; without them,
+    everything is kept. Billing workers do the same every hour. Sums by day, invoices, statements
+    and the ledger stay. It exits with 1 if a month is due and cannot be removed yet.
+    """
+    from api.cli.retention import print_retention, remove
+
+    if dry_run:
+        print_retention(home, as_json=as_json)
+    else:
+        remove(home, as_json=as_json)
+
+
 stripe = typer.Typer(
     help="Let Stripe invoice your customers: sync, status, resend.", no_args_is_help=True
 )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from datetime import date
 from enum import StrEnum
 
+CHECK_NAME = "Check the name or id, and that your key may see it."
+
 
 class ObstacleKind(StrEnum):
     """Reason why a month cannot be closed."""
@@ -81,7 +83,7 @@ class NotFound(MeteringError):
         self,
         kind: str,
         ref: str,
-        remedy: str = "Check the name or id, and that your key may see it.",
+        remedy: str = CHECK_NAME,
     ) -> None:
         super().__init__(f"{kind} {ref[:64]!r} not found. {remedy}")
         self.kind = kind

@@ -105,7 +105,7 @@ WITH used AS (
            sum(kind.token_count) AS used,
            sum(kind.token_count) FILTER (WHERE settled_at < :until) AS due,
            min(settled_at) FILTER (WHERE rated_at IS NULL) AS unrated_since
-    FROM usage_events e,
+    FROM usage_sums e,
     {TOKENS_BY_KIND}
     WHERE organization_id = :organization_id
       AND settled_at >= :begins
@@ -115,6 +115,7 @@ WITH used AS (
           FROM usage_corrections c
           WHERE (c.hold_id, c.part, c.settled_at) = (e.hold_id, e.part, e.settled_at)
       )
+      AND NOT (e.hold_id IS NULL AND e.rated_at IS NULL)  -- the same, of a month without details
     GROUP BY 1, 2
     HAVING sum(kind.token_count) > 0
 ), posted AS (

@@ -119,7 +119,8 @@ LONG_READ_S = 300.0  # for some ten million events, at a few microseconds each
 LONG_STATEMENTS = text(f"SET LOCAL statement_timeout = '{LONG_READ_S:.0f}s'")
 MONTH_OF = "CAST(date_trunc('month', {}, 'UTC') AS date)"
 TOKEN_AND_REQUEST_SUMS = ", ".join(
-    f"sum({count}) AS {kind}_tokens, count(*) FILTER (WHERE {count} > 0) AS {kind}_requests"
+    f"sum({count}) AS {kind}_tokens,"
+    f" coalesce(sum(event_count) FILTER (WHERE {count} > 0), 0) AS {kind}_requests"
     for kind, (count, _) in COUNTS_OF_EVENT.items()
 )
 ALL_TOKENS = " + ".join(f"{kind}_tokens" for kind in COUNTS_OF_EVENT)
@@ -198,8 +199,8 @@ BOTH_HAVE = ", ".join(
 )
 # One statement, and so one snapshot, since rating may continue meanwhile. Tokens and amounts come
 # from the ledger; the number of requests and their outcomes come from the events that refer to its
-# transactions. Events are read once, into sums. A request whose parts 0 and 1 both have tokens of a
-# kind is counted once.
+# transactions, or from the sums that replaced the events of an old month. Events are read once,
+# into sums. A request whose parts 0 and 1 both have tokens of a kind is counted once.
 MONTH = text(f"""
 WITH transactions AS MATERIALIZED (
     SELECT id, effective_at, {MONTH_OF.format("effective_at")} AS usage_month
@@ -209,15 +210,18 @@ WITH transactions AS MATERIALIZED (
       AND kind = '{TransactionKind.USAGE}'
 ), events AS MATERIALIZED (
     SELECT u.price_version_id, {MONTH_OF.format("u.settled_at")} AS usage_month,
-           u.outcome, u.part, u.rated_at IS NULL AS is_unrated, count(*) AS event_count,
+           u.outcome, u.part, u.rated_at IS NULL AS is_unrated, u.repeated_kinds,
+           sum(u.event_count) AS event_count,
            array_agg(u.hold_id) FILTER (WHERE u.part > 0) AS hold_ids, {TOKEN_AND_REQUEST_SUMS}
-    FROM usage_events u
+    FROM usage_sums u
     LEFT JOIN transactions t ON t.id = u.ledger_transaction_id
     WHERE u.organization_id = :organization_id
       AND u.settled_at < :ends
       AND u.settled_at >= least(:begins, (SELECT min(effective_at) FROM transactions))
-      AND (t.id IS NOT NULL OR :with_unrated AND u.rated_at IS NULL AND u.settled_at >= :begins)
-    GROUP BY 1, 2, 3, 4, 5
+      AND (t.id IS NOT NULL
+           OR u.billing_month = :month
+           OR :with_unrated AND u.rated_at IS NULL AND u.settled_at >= :begins)
+    GROUP BY 1, 2, 3, 4, 5, 6
 ), used AS (
     SELECT {REQUESTS},
            coalesce(sum({ALL_TOKENS}), 0) AS usage_token_count,
@@ -237,6 +241,10 @@ WITH transactions AS MATERIALIZED (
     JOIN transactions earlier ON earlier.id = first.ledger_transaction_id,
          LATERAL (VALUES {BOTH_HAVE}) AS kind (token_kind, both_have)
     WHERE kind.both_have
+    GROUP BY 1, 2, 3
+    UNION ALL
+    SELECT price_version_id, kind, usage_month, sum(event_count)
+    FROM events, unnest(repeated_kinds) AS kind
     GROUP BY 1, 2, 3
 ), reported AS (
     SELECT price_version_id, of_kind.token_kind, usage_month,

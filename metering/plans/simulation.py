@@ -46,7 +46,7 @@ SELECT o.id AS organization_id, o.name, o.currency_code,
        p.organization_id IS NOT NULL AS is_own
 FROM (
     SELECT organization_id, price_version_id, {KIND_SUMS}
-    FROM usage_events
+    FROM usage_sums
     WHERE settled_at >= :begins
       AND settled_at < :ends
       AND (CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id)

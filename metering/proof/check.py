@@ -13,6 +13,21 @@ from enum import StrEnum
 
 SINCE = "%(since)s::timestamptz"
 
+# Retention deletes the holds that ended before the end of a month, then exchanges its usage events
+# for sums by day: times from which holds and events are kept.
+MONTH_END = "(month + interval '1 month') AT TIME ZONE 'UTC'"
+HOLDS_KEPT_FROM = f"(SELECT coalesce(max({MONTH_END}), '-infinity') FROM retired_months)"
+EVENTS_KEPT_FROM = f"""(
+    SELECT coalesce(max({MONTH_END}), '-infinity')
+    FROM retired_months
+    WHERE detached_at IS NOT NULL
+)"""
+HOLDS_SINCE = f"greatest({SINCE}, {HOLDS_KEPT_FROM})"
+EVENTS_SINCE = f"greatest({SINCE}, {EVENTS_KEPT_FROM})"
+# Sums of the months whose events are removed.
+OF_REMOVED_MONTH = "month IN (SELECT month FROM retired_months WHERE detached_at IS NOT NULL)"
+DAY_SUMS = f"(SELECT * FROM usage_days WHERE {OF_REMOVED_MONTH}) AS d"
+
 
 class Moment(StrEnum):
     """Time at which a check must pass.

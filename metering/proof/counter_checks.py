@@ -8,9 +8,9 @@ limit.
 
 from __future__ import annotations
 
-from metering.proof.check import Check, violations_sql
+from metering.proof.check import DAY_SUMS, HOLDS_KEPT_FROM, Check, violations_sql
 from metering.proof.hold_checks import HOLDS_WITH_EVENTS
-from metering.proof.usage_checks import EVENT_COST, REASONING_PRICE
+from metering.proof.usage_checks import EVENT_COST, EVENT_COUNTS, REASONING_PRICE
 
 USED_MAX = 2**63 - 1  # a counter saturates here
 # Nearly every hold has its whole charge in one window, that of the minute of its admission.
@@ -326,6 +326,11 @@ WITHIN_LIMITS = Check(
               AND h.organization_id = q.subject_id
               AND h.state = 'expired'
               AND e.part = (h.delivered_token_count > 0)::int
+        ) AS kept,
+        LATERAL (
+            SELECT kept.picos + coalesce(
+                (SELECT late_picos FROM quota_checkpoints k WHERE k.quota_id = q.id), 0
+            ) AS picos
         ) AS late
         WHERE q.deleted_at IS NULL
           AND q.enforced
@@ -410,7 +415,8 @@ COUNTER_CHECKS = (
         "counters-equal-holds",
         "The held value of a counter is the sum over live holds; its used value is the sum of usage"
         " events, postings of live holds and leases of expired holds in its window; no counter is"
-        " missing. Reads whole windows, whatever `since` is.",
+        " missing. Reads whole windows, whatever `since` is. A limit without a window counts"
+        " deleted holds by its checkpoint.",
         f"WITH rules AS ({RULES})"
         + violations_sql(
             "concat('counter of quota ', quota_id, ' (', dimension, ') from ', window_start)",
@@ -437,11 +443,19 @@ COUNTER_CHECKS = (
             FROM (
                 SELECT quota_id, window_start, sum(used) AS used, sum(held) AS held,
                        sum(uncertain) AS uncertain
-                FROM ({CHARGES_IN_ONE_WINDOW} UNION ALL {CHARGES_IN_SEVERAL_WINDOWS}) AS charged
+                FROM (
+                    {CHARGES_IN_ONE_WINDOW}
+                    UNION ALL
+                    {CHARGES_IN_SEVERAL_WINDOWS}
+                    UNION ALL
+                    SELECT quota_id, 'epoch', used, 0, 0
+                    FROM quota_checkpoints
+                ) AS charged
                 GROUP BY 1, 2
             ) AS x
             FULL JOIN quota_counters c USING (quota_id, window_start)
             JOIN rules r USING (quota_id)
+            WHERE window_start = 'epoch' OR window_start >= {HOLDS_KEPT_FROM}
             """,
             {
                 "has_counter AND held <> expected_held": (
@@ -488,9 +502,16 @@ COUNTER_CHECKS = (
             ) AS posted,
             LATERAL (
                 SELECT sum({EVENT_COST}) AS picos
-                FROM usage_events e
+                FROM (
+                    SELECT price_version_id, {EVENT_COUNTS}
+                    FROM usage_events
+                    WHERE organization_id = o.organization_id AND ledger_transaction_id IS NULL
+                    UNION ALL
+                    SELECT price_version_id, {EVENT_COUNTS}
+                    FROM {DAY_SUMS}
+                    WHERE organization_id = o.organization_id AND billing_month IS NULL
+                ) AS e
                 JOIN price_versions p ON p.id = e.price_version_id
-                WHERE e.organization_id = o.organization_id AND e.ledger_transaction_id IS NULL
             ) AS unrated,
             LATERAL (
                 SELECT sum(posted_cost_picos) AS picos

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from metering.proof.check import SINCE, Check, Moment, violations_sql
+from metering.proof.check import EVENTS_SINCE, Check, Moment, violations_sql
 from metering.proof.usage_checks import KIND_ROWS, KIND_SUMS
 
 # Hours older than this at the first run of the export have no batches.
 FIRST_RUN_LOOKBACK = "35 days"
 # Usage that was rated this shortly before the last scan may not have been visible to it.
 LATE_MARGIN = "150 seconds"
-FROM_HOUR = f"date_trunc('hour', {SINCE}, 'UTC')"
+FROM_HOUR = f"date_trunc('hour', {EVENTS_SINCE}, 'UTC')"
 
 BATCH_SUBJECT = (
     "concat('organization ', organization_id, ', price version ', price_version_id, ', ',"

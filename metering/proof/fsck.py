@@ -110,6 +110,8 @@ def fsck(
         connection.commit()
         connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         connection.read_only = True
+        # Retention cannot exchange events for sums, of which the snapshot has only one.
+        connection.execute("LOCK TABLE usage_events IN ACCESS SHARE MODE")
         for name, value in SETTINGS.items():
             connection.execute("SELECT set_config(%s, %s, true)", (name, value))
         for check in checks:

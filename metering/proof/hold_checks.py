@@ -5,7 +5,7 @@ Each hold ends once, has the usage events of that end, and is charged to its own
 
 from __future__ import annotations
 
-from metering.proof.check import SINCE, Check, Moment, violations_sql
+from metering.proof.check import HOLDS_SINCE, SINCE, Check, Moment, violations_sql
 
 OVERDUE = "10 minutes"  # sixty sweeps: the owner and every sweep have had their chance
 
@@ -55,7 +55,7 @@ HOLD_CHECKS = (
             "concat('hold ', id, ' (', state, ')')",
             f"""
             {HOLDS_WITH_EVENTS}
-            WHERE h.ended_at IS NULL OR h.ended_at >= {SINCE}
+            WHERE h.ended_at IS NULL OR h.ended_at >= {HOLDS_SINCE}
             """,
             {
                 "(ended_at IS NULL) <> (state = 'held')": (

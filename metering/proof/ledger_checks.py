@@ -6,7 +6,14 @@ their prices.
 
 from __future__ import annotations
 
-from metering.proof.check import SINCE, Check, Moment, violations_sql
+from metering.proof.check import (
+    DAY_SUMS,
+    EVENTS_KEPT_FROM,
+    SINCE,
+    Check,
+    Moment,
+    violations_sql,
+)
 from metering.proof.usage_checks import KIND_ROWS, KIND_SUMS, NOT_CORRECTED, TOKEN_KINDS
 
 UNRATED_FOR = "10 minutes"  # rating runs every second
@@ -94,6 +101,7 @@ LEDGER_CHECKS = (
                     SELECT t.id AS transaction_id, e.price_version_id, {KIND_SUMS}
                     FROM {POSTED_EVENTS}
                     WHERE t.recorded_at >= {SINCE}
+                      AND t.effective_at >= {EVENTS_KEPT_FROM}
                     GROUP BY 1, 2
                 ) AS sums
                 JOIN price_versions p ON p.id = price_version_id,
@@ -108,6 +116,7 @@ LEDGER_CHECKS = (
                 JOIN ledger_transactions t ON t.id = l.transaction_id
                 WHERE token_kind IS NOT NULL
                   AND t.recorded_at >= {SINCE}
+                  AND t.effective_at >= {EVENTS_KEPT_FROM}
                 GROUP BY 1, 2, 3
             ) AS posted USING (transaction_id, price_version_id, token_kind)
             """,
@@ -117,7 +126,7 @@ LEDGER_CHECKS = (
     Check(
         "usage-equals-ledger",
         "For each customer, month, model and kind of token, rated usage events and the ledger have"
-        " the same tokens and money.",
+        " the same tokens and money; so have the sums that replace the events of an old month.",
         violations_sql(
             "concat('organization ', organization_id, ', ', to_char(month, 'YYYY-MM'), ', model ',"
             " model, ', ', token_kind)",
@@ -132,6 +141,13 @@ LEDGER_CHECKS = (
                            price_version_id, {KIND_SUMS}
                     FROM usage_events
                     WHERE rated_at IS NOT NULL
+                      AND settled_at >= date_trunc('month', {SINCE}, 'UTC')
+                    GROUP BY 1, 2, 3
+                    UNION ALL
+                    SELECT organization_id, date_trunc('month', settled_at, 'UTC'),
+                           price_version_id, {KIND_SUMS}
+                    FROM {DAY_SUMS}
+                    WHERE billing_month IS NOT NULL
                       AND settled_at >= date_trunc('month', {SINCE}, 'UTC')
                     GROUP BY 1, 2, 3
                 ) AS sums
@@ -153,6 +169,45 @@ LEDGER_CHECKS = (
             ) AS posted USING (organization_id, month, model, token_kind)
             """,
             {USED_DIFFERS_FROM_POSTED: USED_AND_POSTED},
+        ),
+    ),
+    Check(
+        "day-sums-equal-ledger",
+        "The sums that replace the usage events of an old month have, for each customer, day, month"
+        " of the bill, price version and kind of token, the tokens of the ledger.",
+        violations_sql(
+            "concat('organization ', organization_id, ', ', day, ' billed in ', billing_month,"
+            " ', price version ', price_version_id, ', ', token_kind)",
+            f"""
+            SELECT *
+            FROM (
+                SELECT organization_id, settled_at AS day, billing_month, price_version_id,
+                       token_kind, token_count AS used_tokens
+                FROM (
+                    SELECT organization_id, settled_at, billing_month, price_version_id, {KIND_SUMS}
+                    FROM {DAY_SUMS}
+                    WHERE billing_month IS NOT NULL
+                    GROUP BY 1, 2, 3, 4
+                ) AS sums,
+                {KIND_ROWS}
+                WHERE token_count <> 0
+            ) AS used
+            FULL JOIN (
+                SELECT t.organization_id, t.effective_at AS day, t.billing_month,
+                       l.price_version_id, l.token_kind, sum(l.token_count) AS posted_tokens
+                FROM ledger_transactions t
+                JOIN ledger_entries l ON l.transaction_id = t.id AND l.token_kind IS NOT NULL
+                WHERE t.effective_at < {EVENTS_KEPT_FROM}
+                GROUP BY 1, 2, 3, 4, 5
+            ) AS posted
+            USING (organization_id, day, billing_month, price_version_id, token_kind)
+            """,
+            {
+                "used_tokens IS DISTINCT FROM posted_tokens": (
+                    "concat(coalesce(used_tokens, 0), ' tokens used, ', coalesce(posted_tokens, 0),"
+                    " ' posted')"
+                )
+            },
         ),
     ),
     Check(

@@ -6,7 +6,7 @@ it. SQL cannot verify signatures: `weir receipt verify` does, with public keys a
 
 from __future__ import annotations
 
-from metering.proof.check import SINCE, Check, violations_sql
+from metering.proof.check import OF_REMOVED_MONTH, SINCE, Check, violations_sql
 
 HAS_REASONING = "e.billed_reasoning_token_count > 0"
 HAS_SUBJECTS = "num_nonnulls(e.receipt_end_user_hash, e.receipt_labels_hash) > 0"
@@ -84,6 +84,8 @@ LABELS_HASH = r"""(
                 FROM jsonb_each_text(e.labels)
             ) AS l)"""
 
+# Hashes of the receipts whose usage events are removed.
+RETIRED_RECEIPTS = f"retired_receipts WHERE {OF_REMOVED_MONTH}"
 ZERO_HASH = "decode(repeat('00', 32), 'hex')"  # named by the first receipt of a chain
 
 RECEIPT_CHECKS = (
@@ -144,13 +146,25 @@ RECEIPT_CHECKS = (
             "concat('receipt ', receipt_sequence, ' of project ', project_id)",
             f"""
             SELECT project_id, receipt_sequence, previous_receipt_hash, settled_at,
-                   lag(receipt_sequence) OVER chain AS previous_sequence,
-                   lag(receipt_hash) OVER chain AS previous_hash,
+                   lag(last_sequence) OVER chain AS previous_sequence,
+                   lag(last_hash) OVER chain AS previous_hash,
                    lag(settled_at) OVER chain AS previous_settled_at,
-                   {SINCE} = '-infinity' AS is_whole_chain
-            FROM usage_events
-            WHERE receipt_sequence IS NOT NULL
-              AND settled_at >= {SINCE}
+                   {SINCE} = '-infinity' AS is_whole_chain, lacks_hashes
+            FROM (
+                SELECT project_id, receipt_sequence, receipt_sequence AS last_sequence,
+                       previous_receipt_hash, receipt_hash AS last_hash, settled_at,
+                       false AS lacks_hashes
+                FROM usage_events
+                WHERE receipt_sequence IS NOT NULL
+                UNION ALL
+                SELECT project_id, first_sequence, last_sequence, previous_hash,
+                       substr(hashes, octet_length(hashes) - 31),
+                       month::timestamp AT TIME ZONE 'UTC',
+                       receipt_count <> last_sequence - first_sequence + 1
+                       OR octet_length(hashes) <> 32 * receipt_count
+                FROM {RETIRED_RECEIPTS}
+            ) AS receipts
+            WHERE settled_at >= {SINCE}
             WINDOW chain AS (PARTITION BY project_id ORDER BY receipt_sequence)
             """,
             {
@@ -163,6 +177,7 @@ RECEIPT_CHECKS = (
             previous_hash, CASE WHEN is_whole_chain THEN {ZERO_HASH} END)""": (
                     "'does not name the receipt before it'"
                 ),
+                "lacks_hashes": "'and those after it have too few or too many hashes'",
                 "settled_at < previous_settled_at": (
                     "concat('is settled at ', settled_at, ', before the receipt before it')"
                 ),
@@ -174,7 +189,7 @@ RECEIPT_CHECKS = (
         "Every project has a receipt chain, which ends with the project's last receipt.",
         violations_sql(
             "concat('project ', project_id)",
-            """
+            f"""
             SELECT p.id AS project_id, c.project_id AS chain_project_id, c.last_sequence,
                    c.last_hash, c.last_settled_at, e.receipt_sequence, e.receipt_hash, e.settled_at
             FROM projects p
@@ -182,8 +197,15 @@ RECEIPT_CHECKS = (
             LEFT JOIN (
                 SELECT DISTINCT ON (project_id)
                        project_id, receipt_sequence, receipt_hash, settled_at
-                FROM usage_events
-                WHERE receipt_sequence IS NOT NULL
+                FROM (
+                    SELECT project_id, receipt_sequence, receipt_hash, settled_at
+                    FROM usage_events
+                    WHERE receipt_sequence IS NOT NULL
+                    UNION ALL
+                    SELECT project_id, last_sequence, substr(hashes, octet_length(hashes) - 31),
+                           month::timestamp AT TIME ZONE 'UTC'
+                    FROM {RETIRED_RECEIPTS}
+                ) AS receipts
                 ORDER BY project_id, receipt_sequence DESC
             ) AS e ON e.project_id = p.id
             """,
@@ -229,6 +251,9 @@ RECEIPT_CHECKS = (
             GROUP BY 1
         ) AS e ON e.receipt_batch_id = b.id
         WHERE octet_length(b.hashes) <> 32 * coalesce(e.receipts, 0)
+          -- Batches of an old month, and their neighbours, have lost receipts to its removal.
+          AND NOT (octet_length(b.hashes) > 32 * coalesce(e.receipts, 0)
+                   AND b.id <= (SELECT coalesce(max(receipt_batch_id), 0) FROM retired_months))
         UNION ALL
         SELECT concat('receipt key ', k.id), 'has a name that does not match its public key'
         FROM receipt_keys k

@@ -7,18 +7,19 @@ from metering.proof.check import Check, Moment
 # Tables with a trigger `TABLE_append_only`. Some of them have a further trigger, which says what
 # may change in their rows.
 APPEND_ONLY = """
-    adjustment_decisions adjustments alerts audit_log billing_months credit_applications
-    credit_grants document_series invoice_letterheads invoice_lines invoices issued_documents
-    ledger_accounts ledger_entries ledger_transactions meter_batches month_closings plan_assignments
-    plan_versions price_versions receipt_batches receipt_keys resale_prices resale_statement_lines
-    resale_statements stripe_events stripe_late_items stripe_month_items stripe_month_settlements
-    usage_corrections usage_events
+    adjustment_decisions adjustments alerts audit_log audit_retentions billing_months
+    credit_applications credit_grants document_series invoice_letterheads invoice_lines invoices
+    issued_documents ledger_accounts ledger_entries ledger_transactions meter_batches month_closings
+    plan_assignments plan_versions price_versions receipt_batches receipt_keys resale_prices
+    resale_statement_lines resale_statements retired_receipts stripe_events stripe_late_items
+    stripe_month_items stripe_month_settlements usage_corrections usage_days usage_events
 """
 
 # Each trigger with its function. A migrated database has exactly these; a test compares them.
 TRIGGERS = {f"{table}_append_only": "refuse_change" for table in APPEND_ONLY.split()} | {
     "api_keys_no_delete": "refuse_deletion",
     "api_keys_update_recorded": "api_keys_update_recorded",
+    "audit_log_expires": "audit_entry_expires",
     "audit_log_keeps_entries": "audit_entry_changed",
     "billing_months_close_in_order": "billing_months_close_in_order",
     "billing_months_close_once": "billing_month_closes_once",
@@ -27,6 +28,7 @@ TRIGGERS = {f"{table}_append_only": "refuse_change" for table in APPEND_ONLY.spl
     "holds_belong_together": "holds_belong_together",
     "holds_end_once": "hold_ends_once",
     "holds_no_delete": "refuse_deletion",
+    "holds_no_truncate": "refuse_deletion",
     "invoice_lines_add_up": "invoice_adds_up",
     "ledger_entries_balanced": "ledger_balanced",
     "ledger_months_open": "ledger_months_open",
@@ -46,6 +48,7 @@ TRIGGERS = {f"{table}_append_only": "refuse_change" for table in APPEND_ONLY.spl
     "quotas_update_recorded": "quotas_update_recorded",
     "receipt_chains_no_delete": "refuse_change",
     "receipt_chains_only_forward": "refuse_chain_rewind",
+    "retired_months_no_delete": "refuse_deletion",
     "stripe_events_restrict_update": "stripe_event_keeps_payload",
     "stripe_late_items_restrict_update": "stripe_late_item_keeps_amount",
     "stripe_month_items_restrict_update": "stripe_month_item_keeps_amount",

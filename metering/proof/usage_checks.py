@@ -6,7 +6,13 @@ its tokens cost.
 
 from __future__ import annotations
 
-from metering.proof.check import SINCE, Check, violations_sql
+from metering.proof.check import (
+    EVENTS_KEPT_FROM,
+    HOLDS_KEPT_FROM,
+    SINCE,
+    Check,
+    violations_sql,
+)
 
 # Price of thinking at price version p: that of output unless another one is stated.
 REASONING_PRICE = """CASE WHEN p.reasoning_picos_per_token IS NULL THEN p.output_picos_per_token
@@ -35,6 +41,10 @@ EVENT_COST = " + ".join(
     f"(e.{count.replace('- ', '- e.')}) * {price}" for count, price in TOKEN_KINDS.values()
 )
 
+# Columns that it reads.
+EVENT_COUNTS = """input_token_count, cached_input_token_count, billed_token_count,
+    billed_reasoning_token_count, embedding_token_count"""
+
 # Usage event e is not billed by an adjustment instead of at its own cost.
 NOT_CORRECTED = """NOT EXISTS (
     SELECT FROM usage_corrections c
@@ -60,6 +70,7 @@ USAGE_CHECKS = (
             LEFT JOIN price_versions p ON p.id = e.price_version_id
             LEFT JOIN adjustments a ON a.id = c.adjustment_id
             LEFT JOIN adjustment_decisions d ON d.adjustment_id = a.id
+            WHERE c.settled_at >= {EVENTS_KEPT_FROM}
             GROUP BY 1, 2
             """,
             {
@@ -82,6 +93,8 @@ USAGE_CHECKS = (
             SELECT e.id, e.hold_id, e.cost_picos, e.billed_token_count, e.delivered_token_count,
                    e.reasoning_token_count, e.billed_reasoning_token_count,
                    h.id AS existing_hold_id,
+                   -- A hold that ended in an old month is deleted, and may have an event of later.
+                   e.admitted_at < {HOLDS_KEPT_FROM} AS may_be_deleted,
                    (h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model,
                     h.price_version_id)
                    IS DISTINCT FROM
@@ -99,7 +112,7 @@ USAGE_CHECKS = (
             WHERE e.settled_at >= {SINCE}
             """,
             {
-                "existing_hold_id IS NULL": "'the hold does not exist'",
+                "existing_hold_id IS NULL AND NOT may_be_deleted": "'the hold does not exist'",
                 "existing_hold_id IS NOT NULL AND differs": "'differs from its hold'",
                 "is_billed AND cost_picos IS DISTINCT FROM expected_picos": (
                     "concat('costs ', cost_picos, ' picos, by its price version ', expected_picos)"
@@ -134,7 +147,8 @@ USAGE_CHECKS = (
                 FROM usage_events
                 WHERE settled_at >= {SINCE}
                 GROUP BY hold_id
-                HAVING min(part) <> 0 OR max(part) > 1 OR count(*) <> max(part) + 1
+                HAVING (min(part) <> 0 OR max(part) > 1 OR count(*) <> max(part) + 1)
+                   AND max(admitted_at) >= {HOLDS_KEPT_FROM}
             ) AS suspect,
             LATERAL (
                 SELECT count(*) AS parts, min(part) AS first, max(part) AS last

@@ -9,6 +9,10 @@ Windows are summed in two steps, so that admissions wait for the second one only
 lock, all usage settled up to the heads of the receipt chains, before which nothing can be settled
 any more; then all usage after them, and all usage that is not settled. Many quotas are counted
 together, with one statement of each kind.
+
+Requests of old months are deleted (`metering/retention.py`). Their usage of a limit without a
+window is its checkpoint, with the weights of then; a recount adds it. A new limit without a window
+counts from the oldest request that is kept, except prepaid credit, which counts all usage.
 """
 
 from __future__ import annotations
@@ -33,12 +37,13 @@ from metering.core.models import (
     TokenKind,
     UsageSubject,
 )
-from metering.pricing.prices import PRICES
+from metering.pricing.prices import COUNTS_OF_EVENT, PRICES
 from metering.quotas.quota_rules import (
     DIMENSIONS,
     FOR_LABEL,
     MINUTE,
     USED_MAX,
+    NO_WINDOW,
     Kind,
     Unit,
     bucket_of,
@@ -51,6 +56,9 @@ from metering.quotas.quota_states import weights_of
 # Admissions share this lock; a recount holds it exclusively, so that no request is admitted under
 # the previous rules while its usage is summed. 0x57656972 is "Weir".
 QUOTA_LOCK = "1466263922, 1"
+
+# Recounts share this lock; the deletion of old holds takes it exclusively, for a batch at a time.
+CHECKPOINT_LOCK = "1466263922, 3"
 
 # Weighted sum of the leased output if it costs the most.
 DEAREST_LEASE = """(reasoning * w_reasoning
@@ -85,6 +93,9 @@ BORDER_AGE = timedelta(minutes=1)
 EARLY_TIMEOUT_MS = 600_000
 # Below the lock timeout of a batch: setting the quota fails before admissions do.
 LOCKED_TIMEOUT_MS = 3_000
+KINDS_AT_PRICES = ", ".join(
+    f"({count}, {PRICES[kind]})" for kind, (count, _) in COUNTS_OF_EVENT.items()
+)
 FOR_EVER = datetime(9999, 1, 1, tzinfo=UTC)
 NO_HEAD = 0, datetime(1970, 1, 1, tzinfo=UTC)  # of a newly created project
 
@@ -361,6 +372,28 @@ FROM unnest(CAST(:names AS text[])) AS n(name)
 ORDER BY name
 ON CONFLICT DO NOTHING
 """)
+CHECKPOINTS = text("""
+SELECT k.quota_id, k.used
+FROM quota_checkpoints k
+JOIN quotas q ON q.id = k.quota_id
+WHERE (q.id = ANY(:quota_ids) OR q.selector_id = ANY(:quota_ids)) AND q.deleted_at IS NULL
+""")
+# All usage whose holds are deleted: sums of months, and events, mostly of a month being retired.
+INSERT_CREDIT_CHECKPOINTS = text(f"""
+INSERT INTO quota_checkpoints (quota_id, used)
+SELECT q.id, coalesce(sum(k.token_count * k.price), 0)
+FROM quotas q
+LEFT JOIN usage_sums u
+    ON u.organization_id = q.subject_id
+   AND NOT EXISTS (SELECT FROM holds h WHERE h.id = u.hold_id)
+LEFT JOIN price_versions p ON p.id = u.price_version_id
+CROSS JOIN LATERAL (VALUES {KINDS_AT_PRICES}) AS k (token_count, price)
+WHERE q.id = ANY(CAST(:quota_ids AS uuid[]))
+  AND q.dimension = '{QuotaDimension.PREPAID_CREDIT_PICOS}'
+  AND EXISTS (SELECT FROM retired_months)
+GROUP BY q.id
+ON CONFLICT DO NOTHING
+""")
 # Limits that admissions took from a selector while the subject got one of its own.
 RETIRE_GIVEN = text("""
 UPDATE quotas q
@@ -481,6 +514,7 @@ async def recount(session: AsyncSession, uncounted: Sequence[Uncounted]) -> None
         for number, (quota, organization_id) in enumerate(uncounted)
     ]
     await session.execute(text(f"SET LOCAL statement_timeout = {EARLY_TIMEOUT_MS}"))
+    await session.execute(text(f"SELECT pg_advisory_xact_lock_shared({CHECKPOINT_LOCK})"))
     now = await _clock(session)
     await _find_live(session, recounts, lock=False)
     for each in recounts:
@@ -491,6 +525,8 @@ async def recount(session: AsyncSession, uncounted: Sequence[Uncounted]) -> None
         [(each, each.early) for each in recounts],
         Share(settled=True, beyond=False, heads=heads),
     )
+    ids = [each.quota.id for each in recounts]
+    await session.execute(INSERT_CREDIT_CHECKPOINTS, {"quota_ids": ids})
     await session.execute(text(f"SET LOCAL statement_timeout = {LOCKED_TIMEOUT_MS}"))
     await session.execute(text("SET LOCAL enable_seqscan = off"))  # only few of the rows are new
     await session.execute(text(f"SELECT pg_advisory_xact_lock({QUOTA_LOCK})"))
@@ -640,15 +676,19 @@ async def _write(session: AsyncSession, recounts: Sequence[Recount]) -> None:
     def quota_of(each: Recount, member: str) -> uuid.UUID | None:
         return members[each.number].get(member) if each.quota.for_each else each.quota.id
 
-    rows = [
-        (quota_id, start, min(each.used[member, start], USED_MAX), each.held[member, start])
+    counted = {
+        (quota_id, start): (each.used[member, start], each.held[member, start])
         for each in recounts
         for member, start in {**each.used, **each.held}
         if each.used[member, start] or each.held[member, start]
         if any(start == present for present, _ in each.windows)
         if (quota_id := quota_of(each, member)) is not None
-    ]
-    if rows:
+    }
+    for quota_id, before in await session.execute(CHECKPOINTS, {"quota_ids": ids}):
+        kept, live = counted.get((quota_id, NO_WINDOW), (0, 0))
+        counted[quota_id, NO_WINDOW] = kept + int(before), live
+    if counted:
+        rows = [(*key, min(kept, USED_MAX), live) for key, (kept, live) in counted.items()]
         quota_ids, starts, used, held = map(list, zip(*rows, strict=True))
         await session.execute(
             INSERT_COUNTERS, {"quota_ids": quota_ids, "starts": starts, "used": used, "held": held}

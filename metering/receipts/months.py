@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.pages import check_page_size, page_values, row_id, utc_time
 from metering.core.pages import page_token as token_of
+from metering.core.retained import check_details
 from metering.receipts.chaining import (
     BATCHES,
     ISSUED,
@@ -30,9 +31,17 @@ from metering.receipts.encoding import NO_HASH
 from metering.receipts.merkle import RunningRoot
 
 OF_MONTH = "organization_id = :organization_id AND settled_at >= :begins AND settled_at < :ends"
+# The month's usage events were removed; their sums, and the hashes of their receipts, remain.
+IS_REMOVED = """EXISTS (
+    SELECT FROM retired_months r WHERE r.month = :month AND r.detached_at IS NOT NULL
+)"""
 # The hashes of each chain in values of two megabytes: one row per receipt would cost far more than
 # its hash.
 HASHES = text(f"""
+SELECT project_id, first_sequence, last_sequence, receipt_count, previous_hash, hashes
+FROM retired_receipts
+WHERE organization_id = :organization_id AND month = :month AND {IS_REMOVED}
+UNION ALL
 SELECT project_id,
        min(receipt_sequence) AS first_sequence,
        max(receipt_sequence) AS last_sequence,
@@ -42,11 +51,17 @@ SELECT project_id,
 FROM usage_events
 WHERE {OF_MONTH} AND receipt_sequence IS NOT NULL
 GROUP BY project_id, receipt_sequence / 65536
-ORDER BY project_id, receipt_sequence / 65536
+ORDER BY project_id, first_sequence
 """)
-COUNT_MISSING_RECEIPTS = text(
-    f"SELECT count(*) FROM usage_events WHERE {OF_MONTH} AND receipt_sequence IS NULL"
-)
+COUNT_MISSING_RECEIPTS = text(f"""
+SELECT (SELECT count(*) FROM usage_events WHERE {OF_MONTH} AND receipt_sequence IS NULL)
+     + (SELECT coalesce(sum(event_count), 0) FROM usage_days WHERE {OF_MONTH} AND {IS_REMOVED})
+     - (
+         SELECT coalesce(sum(receipt_count), 0)
+         FROM retired_receipts
+         WHERE organization_id = :organization_id AND month = :month AND {IS_REMOVED}
+     )
+""")
 PAGE = text(f"""
 {ISSUED}
   AND e.organization_id = :organization_id
@@ -105,7 +120,12 @@ def bounds(organization_id: uuid.UUID, month: date) -> dict[str, object]:
     """Build query parameters: the organization, and the start and end of the month."""
     begins = datetime(month.year, month.month, 1, tzinfo=UTC)
     ends = datetime(month.year + month.month // 12, month.month % 12 + 1, 1, tzinfo=UTC)
-    return {"organization_id": organization_id, "begins": begins, "ends": ends}
+    return {
+        "organization_id": organization_id,
+        "month": begins.date(),
+        "begins": begins,
+        "ends": ends,
+    }
 
 
 async def month_root(session: AsyncSession, organization_id: uuid.UUID, month: date) -> bytes:
@@ -160,6 +180,9 @@ async def receipts_page(
     Raises: InvalidValue.
     """
     check_page_size(page_size)
+    await check_details(
+        session, datetime(month.year, month.month, 1, tzinfo=UTC), "month", "receipts"
+    )
     after = page_values(page_token, utc_time, uuid.UUID, row_id) if page_token else BEGINNING
     position = dict(zip(("after_time", "after_project", "after_sequence"), after, strict=True))
     page = bounds(organization_id, month) | position | {"page_size": page_size + 1}

@@ -28,12 +28,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.errors import InvalidValue
 from metering.core.models import ServiceTier, TokenKind, record_of
 from metering.core.money import exact_text
+from metering.core.retained import check_details
 from metering.invoicing.invoices import TOKENS_PER_PRICE
 from metering.invoicing.month_report import MonthReport, csv_cell
 from metering.ledger.ledger import month_bounds, month_text
 from metering.plans.plans import LineKind, PlanLine
 from metering.pricing.prices import COUNTS_OF_EVENT, PRICES
 from metering.reports.usage_reports import (
+    DETAILS,
     GROUPS,
     NOT_GIVEN,
     Grouping,
@@ -71,9 +73,9 @@ TAG_KEYS_MAX = 8  # each can multiply the rows
 TAG_PREFIX = "weir/"
 BATCH_ROWS = 500  # groups read and written at a time, in some milliseconds
 _SUMS = ", ".join(
-    f"sum({count}) AS {kind}_tokens, count(*) FILTER (WHERE part = 0 AND {count} > 0) AS"
-    f" {kind}_requests, coalesce(sum({count}) FILTER (WHERE outcome = ANY(:cancelled)), 0) AS"
-    f" {kind}_cancelled"
+    f"sum({count}) AS {kind}_tokens, coalesce(sum(event_count) FILTER (WHERE part = 0 AND {count} >"
+    f" 0), 0)::bigint AS {kind}_requests, coalesce(sum({count}) FILTER (WHERE outcome ="
+    f" ANY(:cancelled)), 0) AS {kind}_cancelled"
     for kind, (count, _) in COUNTS_OF_EVENT.items()
 )
 _PRICES = ", ".join(
@@ -299,7 +301,7 @@ def millions(token_count: int) -> str:
 CHARGES = """
 WITH used AS (
     SELECT {day} AS day, u.project_id, u.api_key_id, u.price_version_id{tags}, {sums}
-    FROM usage_events u
+    FROM {usage} u
     WHERE {where} AND u.rated_at IS NOT NULL
     GROUP BY {grouped}
 )
@@ -332,10 +334,15 @@ async def focus_csv(
     tags = tags or Tags()
     of = UsageFilter(report.month, report.organization_id)
     parameters = await parameters_of(session, of)
+    if tags:
+        await check_details(
+            session, parameters["first"], "tags", "end users and labels of requests"
+        )
     parameters |= {f"tag_{number}": key for number, key in enumerate(tags.label_keys)}
     columns = {f"tag_{number}": column for number, column in enumerate(tags.columns)}
     keys = [*CHARGE_KEYS, *columns]
     statement = CHARGES.format(
+        usage=f"({DETAILS})" if tags else "usage_sums",
         where=where(of, parameters),
         tags="".join(f", {column} AS {name}" for name, column in columns.items()),
         grouped=", ".join(keys),

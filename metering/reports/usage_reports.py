@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Row, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.errors import InvalidValue, NotFound
+from metering.core.errors import InvalidValue
 from metering.core.models import (
     Hold,
     HoldState,
@@ -38,6 +38,7 @@ from metering.core.models import (
     record_of,
 )
 from metering.core.pages import page_token, page_values, row_id, utc_time
+from metering.core.retained import check_details, request_not_found
 from metering.invoicing.months import CANCELLED, FAILED, LIMITED
 from metering.ledger.ledger import MonthState, TransactionKind, month_bounds
 from metering.pricing.prices import COUNTS_OF_EVENT, checked_model
@@ -144,13 +145,15 @@ class GroupColumns(NamedTuple):
     """SQL of one grouping.
 
     `key` is an expression on a usage event u; `parse` reads its value from a page token. `names`
-    and `join` are further columns and the table they come from.
+    and `join` are further columns and the table they come from. `detail` is what it needs of single
+    events, if the sums of old months are not enough.
     """
 
     key: str
     parse: Callable[[str], object]
     names: str = ""
     join: str = ""
+    detail: str = ""
 
 
 def label_text(text: str) -> str:
@@ -165,7 +168,9 @@ GROUPS: Mapping[Grouping, GroupColumns] = {
         "date_bin('1 day', u.settled_at, TIMESTAMPTZ '2000-01-01 00:00:00+00')", utc_time
     ),
     Grouping.HOUR: GroupColumns(
-        "date_bin('1 hour', u.settled_at, TIMESTAMPTZ '2000-01-01 00:00:00+00')", utc_time
+        "date_bin('1 hour', u.settled_at, TIMESTAMPTZ '2000-01-01 00:00:00+00')",
+        utc_time,
+        detail="the times of requests",
     ),
     Grouping.PROJECT: GroupColumns(
         "u.project_id",
@@ -185,13 +190,19 @@ GROUPS: Mapping[Grouping, GroupColumns] = {
         uuid.UUID,
         "s.name AS end_user_name",
         "LEFT JOIN usage_subjects s ON s.id = used.end_user",
+        "the end users of requests",
     ),
     # A value may be empty, and differs from none.
-    Grouping.LABEL: GroupColumns("coalesce('=' || (u.labels ->> :label_key), '')", label_text),
+    Grouping.LABEL: GroupColumns(
+        "coalesce('=' || (u.labels ->> :label_key), '')",
+        label_text,
+        detail="the labels of requests",
+    ),
 }
 
 PARTS = f"""u.outcome, u.rated_at IS NOT NULL AS is_posted, u.settled_at < :begins AS is_late,
-           count(*) FILTER (WHERE u.part = 0) AS request_count, sum(u.cost_picos) AS cost,
+           sum(u.event_count) FILTER (WHERE u.part = 0) AS request_count,
+           sum(u.cost_picos) AS cost,
            sum(u.migration_count) AS migration_count, {KIND_SUMS}"""
 
 USED = "u.settled_at >= :begins AND u.settled_at < :ends"
@@ -208,6 +219,7 @@ CHARGED = f"""
                 AND t.billing_month = CAST(:month AS date)
                 AND t.kind = '{TransactionKind.USAGE}'
           )
+          OR u.billing_month = CAST(:month AS date)
           OR (
               u.rated_at IS NULL
               AND u.settled_at >= :begins
@@ -220,6 +232,29 @@ CHARGED = f"""
           )
       )
 """
+
+
+# Usage events with the columns of `usage_sums`, for what the sums of old months do not have.
+DETAILS = "SELECT e.*, 1 AS event_count, NULL::date AS billing_month FROM usage_events e"
+
+
+def details_of(of: UsageFilter, by: Sequence[Grouping]) -> tuple[str, str] | None:
+    """Return the field that needs single usage events, and for what; None if sums are enough."""
+    if Grouping.REQUEST in by:
+        return "group_by", "single requests"
+    for group in by:
+        if GROUPS[group].detail:
+            return "group_by", GROUPS[group].detail
+    if of.end_user_id is not None:
+        return "end_user", GROUPS[Grouping.END_USER].detail
+    if of.labels:
+        return "labels", GROUPS[Grouping.LABEL].detail
+    return None
+
+
+def usage_of(of: UsageFilter, by: Sequence[Grouping]) -> str:
+    """Build the SQL source of a report: usage events, or their sums where these are enough."""
+    return "usage_sums" if details_of(of, by) is None else f"({DETAILS})"
 
 
 def group_statement(of: UsageFilter, groups: Groups, token: str, parameters: dict[str, Any]) -> str:
@@ -250,7 +285,7 @@ def group_statement(of: UsageFilter, groups: Groups, token: str, parameters: dic
     return f"""
 WITH parts AS (
     SELECT {keys}, {PARTS}
-    FROM usage_events u
+    FROM {usage_of(of, by)} u
     WHERE {where(of, parameters)} {after}
     GROUP BY {listed}, {PART_KEYS}
 ), used AS (
@@ -287,7 +322,7 @@ def request_statement(
     return f"""
 WITH page AS MATERIALIZED (
     SELECT *
-    FROM usage_events u
+    FROM ({DETAILS}) u
     WHERE {where(of, parameters)} {after}
     ORDER BY u.settled_at {order}, u.id {order}
     LIMIT :limit
@@ -354,11 +389,14 @@ def where(of: UsageFilter, parameters: dict[str, Any]) -> str:
     return " AND ".join(conditions)
 
 
-async def parameters_of(session: AsyncSession, of: UsageFilter) -> dict[str, Any]:
+async def parameters_of(
+    session: AsyncSession, of: UsageFilter, by: Sequence[Grouping] = ()
+) -> dict[str, Any]:
     """Build the parameters that all statements share.
 
     The start of the usage is queried first, so that the planner can estimate the range of the index
-    that a statement reads. Raises: InvalidValue for an invalid month, model name or label.
+    that a statement reads. Raises: InvalidValue for an invalid month, model name or label, and for
+    details that were removed.
     """
     if of.model:
         checked_model(of.model)
@@ -370,11 +408,21 @@ async def parameters_of(session: AsyncSession, of: UsageFilter) -> dict[str, Any
     } | {"organization_id": of.organization_id}
     if isinstance(of.period, Days):
         ends = midnight(of.period.last) + timedelta(days=1)
-        return parameters | {"begins": midnight(of.period.first), "ends": ends}
+        parameters |= {"begins": midnight(of.period.first), "ends": ends}
+        await _check_details(session, of, by, parameters["begins"])
+        return parameters
     begins, ends = month_bounds(of.period)
     parameters |= {"begins": begins, "ends": ends, "month": begins.date()}
     first = (await session.execute(FIRST_USE, parameters)).scalar_one()
+    await _check_details(session, of, by, first)
     return parameters | {"first": first}
+
+
+async def _check_details(
+    session: AsyncSession, of: UsageFilter, by: Sequence[Grouping], first: datetime
+) -> None:
+    if (needed := details_of(of, by)) is not None:
+        await check_details(session, first, *needed)
 
 
 async def find_end_user_id(
@@ -542,7 +590,7 @@ async def usage_page(
             "page_size", f"must be between 1 and {PAGE_SIZE_MAX}, or 0 for {PAGE_SIZE}"
         )
     size = page_size or PAGE_SIZE
-    parameters = await parameters_of(session, of) | {"limit": size + 1}
+    parameters = await parameters_of(session, of, groups.by) | {"limit": size + 1}
     groups = checked_groups(groups, of)
     if Grouping.REQUEST in groups.by:
         keys: tuple[str, ...] = ("settled_at", "id")
@@ -561,7 +609,8 @@ async def usage_total(session: AsyncSession, of: UsageFilter) -> UsageRow:
     """Sum the filtered usage of one organization, and so of one currency, in one row."""
     assert of.organization_id is not None
     parameters = await parameters_of(session, of)
-    parts = f"SELECT {PARTS} FROM usage_events u WHERE {where(of, parameters)} GROUP BY {PART_KEYS}"
+    usage = usage_of(of, ())
+    parts = f"SELECT {PARTS} FROM {usage} u WHERE {where(of, parameters)} GROUP BY {PART_KEYS}"
     return usage_row(
         (await session.execute(text(f"SELECT {ROW_SUMS} FROM ({parts}) parts"), parameters)).one()
     )
@@ -726,7 +775,7 @@ async def find_recorded_request(
             select(Hold).where(*of_request).order_by(Hold.admitted_at.desc()).limit(1)
         )
     if hold is None:
-        raise NotFound("request", str(request_id))
+        raise await request_not_found(session, str(request_id))
     price = await session.get_one(PriceVersion, hold.price_version_id)
     events = select(UsageEvent).where(UsageEvent.hold_id == hold.id).order_by(UsageEvent.part)
     found = (await session.scalars(events)).all()

@@ -39,7 +39,21 @@ WHERE attrelid = to_regclass('ledger_transactions') AND attname = 'description'
 
 PASSWORD_VARIABLE = "WEIR_APPLICATION_PASSWORD"
 # All tables are readable and, unless named here, accept inserts. Partitions are only readable.
-READ_ONLY = frozenset({"alembic_version"})
+READ_ONLY = frozenset(
+    {"alembic_version", "audit_retentions", "retired_months", "retired_receipts", "usage_days"}
+)
+# Functions with the rights of their owner. A database restored without privileges lacks that PUBLIC
+# may not call them, as in the migrations.
+CALLED = [
+    "create_usage_partitions(int)",
+    "begin_usage_retirement(date,int)",
+    "sum_retiring_day(date)",
+    "retire_holds(date,int)",
+    "detach_retired_usage(date)",
+    "drop_retired_usage(date)",
+    "begin_audit_retention(timestamptz,int)",
+    "delete_expired_entries(bigint,int)",
+]
 UPDATED = frozenset(
     {
         "admin_requests",
@@ -254,12 +268,11 @@ def _grant(connection: psycopg.Connection, role: str) -> None:
         run("GRANT UPDATE (id) ON {table} TO {role}", table=sql.Identifier("public", table))
     # For erasing an end user; a trigger decides what may change.
     run("GRANT UPDATE (before, after) ON public.audit_log TO {role}")
-    # As in the migration: a database restored without privileges lacks it.
-    run(
-        "REVOKE EXECUTE ON FUNCTION public.create_usage_partitions(int),"
-        " public.create_usage_partition(date) FROM PUBLIC"
-    )
-    run("GRANT EXECUTE ON FUNCTION public.create_usage_partitions(int) TO {role}")
+    run("REVOKE EXECUTE ON FUNCTION public.create_usage_partition(date) FROM PUBLIC")
+    for signature in CALLED:
+        function = sql.SQL("public." + signature)
+        run("REVOKE EXECUTE ON FUNCTION {function} FROM PUBLIC", function=function)
+        run("GRANT EXECUTE ON FUNCTION {function} TO {role}", function=function)
 
 
 def _rights(connection: psycopg.Connection) -> dict[str, set[LiteralString]]:

@@ -13,6 +13,7 @@ from psycopg import sql
 
 from metering.ledger.rating import create_partitions
 from metering.proof.fsck import fsck, select_checks
+from metering.retention import RetentionSettings, apply_retention
 from metering.store import migrations_runner
 from metering.store.db import Sessions, create_engine, create_sessions, psycopg_conninfo
 from metering.store.migrations_runner import RoleUnfit, prepare_application_role
@@ -78,9 +79,35 @@ async def test_the_application_role_rates_closes_verifies_and_makes_partitions(
     } == set()
 
 
+async def test_the_application_role_removes_old_details(
+    application_sessions: Sessions, customer: Customer, database_url: str
+) -> None:
+    world = ClosingWorld(application_sessions, customer)
+    price = await world.price(SEPTEMBER)
+    await world.use(price, Consumed(1_000_003, 1_000, 10_007, "stop", SEPTEMBER))
+    await world.close("2025-09")
+
+    removal = await apply_retention(
+        application_sessions, RetentionSettings(usage_months=3, audit_months=3), actor="test"
+    )
+
+    assert removal.months[0] == "2025-09"
+    assert (await world.verify("2025-09")).differences == ()
+    assert {
+        verdict.check.name
+        for verdict in fsck(as_application(database_url), select_checks())
+        if verdict.violation_count
+    } == set()
+
+
 @pytest.mark.parametrize(
     "statement",
     [
+        "DROP TABLE usage_events_2026_11",
+        "INSERT INTO retired_months (month, kept_months, summed_until) VALUES (now(), 3, now())",
+        "INSERT INTO audit_retentions VALUES (now(), 3)",
+        "UPDATE usage_days SET cost_picos = 0",
+        "DELETE FROM audit_log",
         "ALTER TABLE invoices DISABLE TRIGGER ALL",
         "ALTER TABLE usage_events DETACH PARTITION usage_events_default",
         "DROP TRIGGER billing_months_close_once ON billing_months",
