@@ -360,6 +360,8 @@ def quota_metadata(error: QuotaExceeded) -> dict[str, str]:
     }
     if first.rule.within_id is not None:  # the name as the request gave it
         message["subject_name"] = first.rule.subject_name
+    if first.rule.group:
+        message["group"] = first.rule.group
     if first.resets_at is not None:
         message["reset_time"] = first.resets_at.isoformat().replace("+00:00", "Z")
     return message

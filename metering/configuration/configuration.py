@@ -580,6 +580,7 @@ class Attempts:
                 expires_at=desired.expires_at,
                 never_expires=desired.expires_at is None,
                 actor=self.actor,
+                uncounted=self.uncounted,
             ),
         )
         self.changes.append(
@@ -640,7 +641,13 @@ class Attempts:
             if desired.prune_quotas:
                 await self._attempt(
                     subject.path,
-                    partial(delete_quota, self.session, quota_id=str(row.id), actor=self.actor),
+                    partial(
+                        delete_quota,
+                        self.session,
+                        quota_id=str(row.id),
+                        actor=self.actor,
+                        later=self.uncounted,
+                    ),
                 )
             (self.changes if desired.prune_quotas else self.kept).append(change)
 

@@ -40,7 +40,7 @@ export const limits = {
 
 const columns = (currency) => [
   column("Limit of", (each) => [dimensionWords(each.dimension), each.model ? ` on ${each.model}` : "", remarksOf(each)]),
-  column("Set on", (each) => [each.forNewKeys ? "new keys of " : "", words(each.subject, "QUOTA_SUBJECT_"), h("br"), h("span", { class: "note" }, each.subjectName ?? "")]),
+  column("Set on", (each) => [each.forNewKeys ? "new keys of " : "", eachOf(each), words(each.subject, "QUOTA_SUBJECT_"), h("br"), h("span", { class: "note" }, each.subjectName ?? "")]),
   column("Usage", (each) => meter(each.usedValue, each.heldValue, each.limitValue)),
   column("Used", (each) => limitValue(each.dimension, each.usedValue), true),
   column("Held", (each) => limitValue(each.dimension, each.heldValue), true),
@@ -55,8 +55,17 @@ function unitOf(dimension, currency) {
   return /REQUESTS/.test(dimension) ? "requests" : "tokens";
 }
 
+// What a selector gives its limit to, such as "each key of group free of ".
+function eachOf(quota) {
+  if (!quota.forEach) return "";
+  const [kind, ...name] = quota.forEach.split(":");
+  if (kind === "end_user") return "each end user of ";
+  return kind === "key" ? `each key of group ${name.join(":")} of ` : `each ${kind} ${name.join(":")} of `;
+}
+
 function remarksOf(each) {
   const remarks = [];
+  if (each.group) remarks.push(badge(`by group ${each.group}`));
   if (each.binding) remarks.push(badge("most restrictive", "warning"));
   if (each.narrowedByQuotaId) remarks.push(badge("ineffective: a higher-level limit is lower"));
   if (!each.enforced) remarks.push(badge(`shadow mode, would have refused ${count(each.wouldRefuseCount)}`));

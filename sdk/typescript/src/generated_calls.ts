@@ -125,6 +125,12 @@ export interface CreateApiKeyOptions extends CallOptionsOf {
    * relax it. False: those that cannot change the answer are ignored and named in a header.
    */
   readonly strictParameters?: boolean | undefined;
+  /**
+   * Group of the key within its organization, such as "free". Limits can be set for each key of a
+   * group: `SetQuotaRequest.for_each`. Empty: none. At most 100 printable characters, without a
+   * space at either end.
+   */
+  readonly group?: string | undefined;
 }
 
 /** Options of `rotateApiKey`. */
@@ -169,6 +175,11 @@ export interface UpdateApiKeyOptions extends CallOptionsOf {
   readonly allNetworks?: boolean | undefined;
   /** New value, see `ApiKey.strict_parameters`. Unset: unchanged. */
   readonly strictParameters?: boolean | undefined;
+  /**
+   * New group, see `CreateApiKeyRequest.group`; empty: none. Unset: unchanged. The limits of the
+   * new group count what the key has used in the current windows.
+   */
+  readonly group?: string | undefined;
 }
 
 /** Options of `listApiKeys`. */
@@ -218,10 +229,10 @@ export interface SetQuotaOptions extends CallOptionsOf {
    */
   readonly alertAt?: readonly number[] | undefined;
   /**
-   * The limit is a selector, "end_user" or "label:KEY": each end user, or each value of this label,
-   * within the organization or project gets a limit with these terms, from its first request on.
-   * Part of the limit's identity. InvalidRequest for a key, or with `for_new_keys`, `end_user` or
-   * `label`.
+   * The limit is a selector, "end_user", "label:KEY" or "key:GROUP": each end user, each value of
+   * this label, or each key of this group within the organization or project gets a limit with
+   * these terms, from its first request on. Part of the limit's identity. InvalidRequest for a key,
+   * or with `for_new_keys`, `end_user` or `label`.
    */
   readonly forEach?: string | undefined;
   /**
@@ -625,6 +636,7 @@ export class AdminCalls extends UnaryClient {
       maxOutputTokens: whole("maxOutputTokens", options.maxOutputTokens),
       allowedNetworks: options.allowedNetworks && [...options.allowedNetworks],
       strictParameters: options.strictParameters,
+      group: options.group,
     });
     const method = AdminService.method.createApiKey;
     const response = await this.connection.call(method, init, options, false);
@@ -674,6 +686,7 @@ export class AdminCalls extends UnaryClient {
       allowedNetworks: options.allowedNetworks && [...options.allowedNetworks],
       allNetworks: options.allNetworks,
       strictParameters: options.strictParameters,
+      group: options.group,
     });
     const method = AdminService.method.updateApiKey;
     const response = await this.connection.call(method, init, options);

@@ -589,6 +589,8 @@ export interface KeyRestrictions {
   readonly strictParameters: boolean;
   /** The latest rotation of the key or widening of its rights. Unset: there was none. */
   readonly latestChange: KeyChange | undefined;
+  /** Group of the key within its organization. Empty: none. */
+  readonly group: string;
 }
 
 /** Price of a model. */
@@ -815,7 +817,8 @@ export interface QuotaStatus {
   readonly alertAt: readonly bigint[];
   /**
    * The limit is a selector: it limits nothing itself, and gives a limit to each end user
-   * ("end_user"), or to each value of a label ("label:team"), within its subject. Otherwise empty.
+   * ("end_user"), to each value of a label ("label:team"), or to each key of a group ("key:free"),
+   * within its subject. Otherwise empty.
    */
   readonly forEach: string;
   /**
@@ -830,6 +833,10 @@ export interface QuotaStatus {
   readonly withinName: string;
   /** UUID of the selector that gives this limit its terms. Empty if it has terms of its own. */
   readonly selectorId: string;
+  /**
+   * Group of keys by which the key has this limit, from a selector "key:GROUP". Otherwise empty.
+   */
+  readonly group: string;
 }
 
 /** Quote of a request, if it were started now. */
@@ -1149,6 +1156,11 @@ export interface ApiKey {
    * relax it. False: those that cannot change the answer are ignored and named in a header.
    */
   readonly strictParameters: boolean;
+  /**
+   * Group of the key within its organization, such as "free". Limits can be set for each key of a
+   * group: `SetQuotaRequest.for_each`. Empty: none.
+   */
+  readonly group: string;
 }
 
 /** The key with its secret, which no later call returns. */

@@ -604,6 +604,7 @@ export function keyRestrictions(
     allowedNetworks: value.allowedNetworks,
     strictParameters: value.strictParameters,
     latestChange: value.latestChange && keyChange(value.latestChange),
+    group: value.group,
   };
 }
 
@@ -722,6 +723,7 @@ export function quotaStatus(
     withinId: value.withinId,
     withinName: value.withinName,
     selectorId: value.selectorId,
+    group: value.group,
   });
 }
 
@@ -890,6 +892,7 @@ export function apiKey(
     organizationName: value.organizationName,
     projectName: value.projectName,
     strictParameters: value.strictParameters,
+    group: value.group,
   };
 }
 

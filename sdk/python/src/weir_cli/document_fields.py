@@ -127,7 +127,7 @@ def tier(name: str) -> Scalar:
 
 
 def selector(name: str) -> Scalar:
-    """Build a `Scalar` for what a limit is given to each of: `end-user`, or `label:KEY`."""
+    """Build a `Scalar` for what a limit is given to each of: such as `end-user`."""
     return Scalar(
         name, lambda given, _: parse_selector(given), lambda value, _: selector_text(str(value))
     )
@@ -216,6 +216,7 @@ KINDS: Mapping[str, Callable[[str], Scalar | Words]] = {
     "percentages": partial(Words, are_percentages=True),
     "price": price,
     "switch": truth,
+    "text": text,
     "weight": thousandths,
     "words": Words,
 }

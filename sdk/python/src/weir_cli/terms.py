@@ -27,6 +27,7 @@ KINDS: Mapping[str, tuple[str, Any, Callable[[str], Any] | None]] = {
     "percentages": ("", str, parse_thresholds),
     "price": ("_picos_per_token", str, parse_price),
     "switch": ("", bool, None),
+    "text": ("", str, None),
     "weight": ("_milli", int, None),
     "words": ("", list[str], None),
 }
@@ -114,6 +115,12 @@ TERMS = {
             "--strict-parameters/--no-strict-parameters",
             label="unknown parameters",
             shown="refused",
+        ),
+        Term(
+            "group",
+            "text",
+            "Group of keys, such as free, that limits can name with --each key:free. '' for none.",
+            label="group",
         ),
     ),
     "quota": (
@@ -204,4 +211,4 @@ def restrictions(key: ApiKey | KeyRestrictions) -> Iterator[tuple[str, str]]:
             if term.kind == "words":
                 yield term.label, " ".join(value)
             else:
-                yield term.label, term.shown or f"{value:,}"
+                yield term.label, term.shown or (value if term.kind == "text" else f"{value:,}")

@@ -179,8 +179,9 @@ def parse_selector(text: str) -> str:
     """Convert a selector to the one of the API. Raises: ValueError."""
     if text == "end-user":
         return "end_user"
-    if not text.removeprefix("label:") or not text.startswith("label:"):
-        raise ValueError("give end-user, or label:KEY such as label:team")
+    kind, _, name = text.partition(":")
+    if kind not in ("label", "key") or not name:
+        raise ValueError("give end-user, label:KEY such as label:team, or key:GROUP")
     return text
 
 
@@ -437,7 +438,8 @@ def use_text(key: ApiKey) -> str:
 
 def each_text(for_each: str) -> str:
     """Say in words what a selector gives its limit to: "end user", "label team"."""
-    return "end user" if for_each == "end_user" else for_each.replace(":", " ", 1)
+    kind, _, name = for_each.partition(":")
+    return {"end_user": "end user", "key": f"key of group {name}"}.get(kind, f"{kind} {name}")
 
 
 def quota_owner(quota: QuotaStatus) -> str:
@@ -458,7 +460,7 @@ def quota_remarks(quota: QuotaStatus) -> str:
     """Format the special properties of a limit in parentheses; empty if it has none."""
     notes = []
     if quota.selector_id:
-        notes.append("by selector")
+        notes.append(f"by group {quota.group}" if quota.group else "by selector")
     weights = (quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli)
     if len({*weights, 1000}) > 1 and any(weights):
         notes.append("weights " + "/".join(f"{weight / 1000:g}" for weight in weights))

@@ -173,6 +173,7 @@ class AsyncAdminCalls(UnaryClient):
         max_output_tokens: int | None = None,
         allowed_networks: Sequence[str] = (),
         strict_parameters: bool = False,
+        group: str = "",
     ) -> CreatedApiKey:
         """Creates an API key. Its secret is returned only in this response.
 
@@ -200,6 +201,9 @@ class AsyncAdminCalls(UnaryClient):
         `strict_parameters`: Refuses unknown parameters over HTTP, as `?strict=1` does for one
             request; `?strict=0` does not relax it. False: those that cannot change the answer are
             ignored and named in a header.
+        `group`: Group of the key within its organization, such as "free". Limits can be set for
+            each key of a group: `SetQuotaRequest.for_each`. Empty: none. At most 100 printable
+            characters, without a space at either end.
         """
         request = wire.request(
             admin_service_pb2.CreateApiKeyRequest,
@@ -215,6 +219,7 @@ class AsyncAdminCalls(UnaryClient):
             max_output_tokens=max_output_tokens,
             allowed_networks=allowed_networks,
             strict_parameters=strict_parameters,
+            group=group,
         )
         response = await self._call(self._stub.CreateApiKey, request, idempotent=False)
         return wire.read(CreatedApiKey, response)
@@ -254,6 +259,7 @@ class AsyncAdminCalls(UnaryClient):
         allowed_networks: Sequence[str] = (),
         all_networks: bool = False,
         strict_parameters: bool | None = None,
+        group: str | None = None,
     ) -> ApiKey:
         """Changes the name, expiry or permissions of an API key. FailedPrecondition for a revoked
         key.
@@ -274,6 +280,8 @@ class AsyncAdminCalls(UnaryClient):
             InvalidRequest if this call is made with the key from outside of them.
         `all_networks`: Allows all networks. With `allowed_networks`: InvalidRequest.
         `strict_parameters`: New value, see `ApiKey.strict_parameters`. Unset: unchanged.
+        `group`: New group, see `CreateApiKeyRequest.group`; empty: none. Unset: unchanged. The
+            limits of the new group count what the key has used in the current windows.
         """
         request = wire.request(
             admin_service_pb2.UpdateApiKeyRequest,
@@ -289,6 +297,7 @@ class AsyncAdminCalls(UnaryClient):
             allowed_networks=allowed_networks,
             all_networks=all_networks,
             strict_parameters=strict_parameters,
+            group=group,
         )
         response = await self._call(self._stub.UpdateApiKey, request)
         return wire.read(ApiKey, response.api_key)
@@ -365,10 +374,10 @@ class AsyncAdminCalls(UnaryClient):
         `alert_at`: Percentages that trigger an alert. Unset: unchanged; for a new limit per day,
             week or month 50, 80 and 100, none for any other. InvalidRequest for limits per minute
             or hour and on concurrency.
-        `for_each`: The limit is a selector, "end_user" or "label:KEY": each end user, or each value
-            of this label, within the organization or project gets a limit with these terms, from
-            its first request on. Part of the limit's identity. InvalidRequest for a key, or with
-            `for_new_keys`, `end_user` or `label`.
+        `for_each`: The limit is a selector, "end_user", "label:KEY" or "key:GROUP": each end user,
+            each value of this label, or each key of this group within the organization or project
+            gets a limit with these terms, from its first request on. Part of the limit's identity.
+            InvalidRequest for a key, or with `for_new_keys`, `end_user` or `label`.
         `end_user`: Limits this end user within the organization or project, known or not. This
             limit replaces the one of a selector and keeps its usage. Part of the limit's identity.
             Bad names, a key as subject, or another of these fields: InvalidRequest.

@@ -677,6 +677,8 @@ class KeyRestrictions(Value):
     """Refuses unknown parameters over HTTP."""
     latest_change: KeyChange | None = None
     """The latest rotation of the key or widening of its rights. Unset: there was none."""
+    group: str = ""
+    """Group of the key within its organization. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -911,8 +913,8 @@ class QuotaStatus(LimitName):
     picos. Empty for a limit without alerts, and in `admitted` and `finished` frames."""
     for_each: str = ""
     """The limit is a selector: it limits nothing itself, and gives a limit to each end user
-    ("end_user"), or to each value of a label ("label:team"), within its subject. Otherwise
-    empty."""
+    ("end_user"), to each value of a label ("label:team"), or to each key of a group ("key:free"),
+    within its subject. Otherwise empty."""
     within_id: str = ""
     """UUID of the organization or project within which the limit of an end user or label counts.
     Empty for other subjects."""
@@ -921,6 +923,9 @@ class QuotaStatus(LimitName):
     `finished` frames."""
     selector_id: str = ""
     """UUID of the selector that gives this limit its terms. Empty if it has terms of its own."""
+    group: str = ""
+    """Group of keys by which the key has this limit, from a selector "key:GROUP". Otherwise
+    empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1226,6 +1231,9 @@ class ApiKey(Value):
     """The name of the organization of its project."""
     project_name: str = ""
     """Name of its project, unique within the organization."""
+    group: str = ""
+    """Group of the key within its organization, such as "free". Limits can be set for each key of a
+    group: `SetQuotaRequest.for_each`. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
