@@ -44,6 +44,7 @@ BY_SERVICE: Mapping[str, Mapping[Scopes, tuple[str, ...]]] = {
             *("ListMonths", "VerifyMonth", "GetReconciliation", "GetInvoice"),
             *("ListAdjustments", "ListAlerts"),
             *("SetResalePrice", "ListResalePrices"),
+            *("RentReplicas", "EndReplicaRental", "ListReplicaRentals"),
             *("ListResaleStatements", "GetResaleStatement"),
         ),
         ADMINS: (

@@ -61,6 +61,7 @@ PAGED = {
     "get_usage": "_usage_pages",
     "list_alerts": "_alert_pages",
     "list_resale_prices": "_resale_price_pages",
+    "list_replica_rentals": "_replica_rental_pages",
     "list_resale_statements": "_resale_statement_pages",
 }
 # Calls and arguments of administrators that only one client has.

@@ -56,6 +56,7 @@ import {
   type QuotaSubject,
   type RecordedRequest,
   type ReplicaList,
+  type ReplicaRental,
   type ResalePrice,
   type RotatedApiKey,
   type UndrainedReplica,
@@ -514,6 +515,33 @@ export interface SetResalePriceOptions extends CallOptionsOf {
   readonly effectiveTime?: Date | undefined;
   /** Idempotency key: a UUID. A repetition returns the version of the first call. */
   readonly requestId?: string | undefined;
+  /** Picos per hour of each rented replica of the model. Unset: 0. */
+  readonly replicaHourPicos?: number | bigint | undefined;
+}
+
+/** Options of `rentReplicas`. */
+export interface RentReplicasOptions extends CallOptionsOf {
+  /** Number of replicas, 1 to 1000. */
+  readonly replicaCount?: number | bigint | undefined;
+  /** Name or id of the organization; empty: the key's own. Unknown: NotFound. */
+  readonly organization?: string | undefined;
+  /** Start, a whole second. Unset: now. InvalidRequest in a closed month. */
+  readonly startTime?: Date | undefined;
+  /** End, a whole second after the start. Unset: open, until EndReplicaRental. */
+  readonly endTime?: Date | undefined;
+  /** Idempotency key: a UUID. A repetition returns the rental of the first call. */
+  readonly requestId?: string | undefined;
+}
+
+/** Options of `endReplicaRental`. */
+export interface EndReplicaRentalOptions extends CallOptionsOf {
+  /**
+   * End, a whole second. Unset: now. The start itself cancels the rental. InvalidRequest before the
+   * start and in a closed month; AlreadyExists if it then overlaps with another rental.
+   */
+  readonly endTime?: Date | undefined;
+  /** Name or id of the organization; empty: the key's own. Unknown: NotFound. */
+  readonly organization?: string | undefined;
 }
 
 /** Calls of `AdminService` that need no code of their own. */
@@ -1475,10 +1503,56 @@ export class BillingCalls extends UnaryClient {
       withdrawn: options.withdrawn,
       effectiveTime: options.effectiveTime && timestampFromDate(options.effectiveTime),
       requestId: options.requestId ?? randomUUID(),
+      replicaHourPicos: whole("replicaHourPicos", options.replicaHourPicos),
     });
     const method = BillingService.method.setResalePrice;
     const response = await this.connection.call(method, init, options);
     return wire.resalePrice(response.price);
+  }
+
+  /**
+   * Records that an organization rents replicas of a model to an end user, at its resale price per
+   * hour. It changes statements only: the scope `billing` is enough, and no replica is started.
+   *
+   * @param endUser Name of the end user, known or not. Empty or malformed: InvalidRequest.
+   * @param model The model. InvalidRequest if it has no resale price per hour at the start.
+   */
+  async rentReplicas(
+    endUser: string,
+    model: string,
+    options: RentReplicasOptions = {},
+  ): Promise<ReplicaRental> {
+    const init = defined({
+      endUser: endUser,
+      model: model,
+      replicaCount: whole("replicaCount", options.replicaCount),
+      organization: options.organization,
+      startTime: options.startTime && timestampFromDate(options.startTime),
+      endTime: options.endTime && timestampFromDate(options.endTime),
+      requestId: options.requestId ?? randomUUID(),
+    });
+    const method = BillingService.method.rentReplicas;
+    const response = await this.connection.call(method, init, options);
+    return wire.replicaRental(response.rental);
+  }
+
+  /**
+   * Sets the end of a rental, now or at another time of a month that is not closed.
+   *
+   * @param rentalId Number of the rental. Unknown: NotFound.
+   */
+  async endReplicaRental(
+    rentalId: number | bigint,
+    options: EndReplicaRentalOptions = {},
+  ): Promise<ReplicaRental> {
+    const init = defined({
+      rentalId: whole("rentalId", rentalId),
+      endTime: options.endTime && timestampFromDate(options.endTime),
+      organization: options.organization,
+    });
+    const method = BillingService.method.endReplicaRental;
+    const response = await this.connection.call(method, init, options);
+    return wire.replicaRental(response.rental);
   }
 
 }

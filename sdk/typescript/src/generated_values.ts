@@ -905,17 +905,22 @@ export interface ResalePrice {
   readonly withdrawn: boolean;
   /** Start of validity. */
   readonly effectiveTime: Date | undefined;
+  /** Picos per hour of each rented replica of the model. */
+  readonly replicaHourPicos: bigint;
 }
 
-/** Tokens of one kind and model, or its requests, at one version of the resale prices. */
+/**
+ * Tokens of one kind and model, its requests, or seconds of its rented replicas, at one version of
+ * the resale prices.
+ */
 export interface ResaleStatementLine {
   /** The model. */
   readonly model: string;
-  /** "requests", or the kind of token in lower case, as in other documents. */
+  /** "requests", "replica_seconds", or the kind of token in lower case, as in other documents. */
   readonly item: string;
-  /** Number of requests or tokens. */
+  /** Number of requests, seconds or tokens. */
   readonly quantity: number;
-  /** What the organization pays for them. */
+  /** What the organization pays for them. 0 for rented replicas, which have no cost at Weir. */
   readonly cost: Money;
   /** What the end user is charged, exact to the pico. */
   readonly amount: Money;
@@ -954,6 +959,8 @@ export interface ResaleStatement {
   readonly totalRounded: Money;
   /** Lines by model and kind. Empty in lists. */
   readonly lines: readonly ResaleStatementLine[];
+  /** Seconds of rented replicas, of each replica apart. */
+  readonly replicaSecondCount: number;
 }
 
 /** Format of a statement as a file. */
@@ -961,6 +968,27 @@ export type ResaleStatementFormat =
   | "json"
   | "csv"
   | "pdf";
+
+/**
+ * Replicas of a model that an organization rents to one end user for some time. Each second of each
+ * replica is on the end user's statement, at the resale price per hour in force when it starts.
+ */
+export interface ReplicaRental {
+  /** Number of the rental. */
+  readonly rentalId: number;
+  /** Name of the end user. Empty for an erased one. */
+  readonly endUser: string;
+  /** UUID of the end user. */
+  readonly endUserId: string;
+  /** The model. */
+  readonly model: string;
+  /** Number of replicas. */
+  readonly replicaCount: number;
+  /** Start, a whole second. */
+  readonly startTime: Date | undefined;
+  /** End, a whole second, which is not charged. Unset: open. */
+  readonly endTime: Date | undefined;
+}
 
 /** Actual and simulated charges of a month for one organization. */
 export interface SimulatedCustomer {
@@ -1577,12 +1605,13 @@ export interface ConfigurationChange {
   /** Action. */
   readonly action: ChangeAction;
   /**
-   * Kind of the object: "organization", "billing_profile", "project", "key", "quota" or "price".
+   * Kind of the object: "organization", "billing_profile", "project", "key", "quota", "price" or
+   * "resale_price".
    */
   readonly kind: string;
   /**
-   * Path of the object: "acme", "acme/search", "acme/search/laptop"; for a price the model. A quota
-   * has the path of its subject.
+   * Path of the object: "acme", "acme/search", "acme/search/laptop"; for a price the model and its
+   * customer. A quota has the path of its subject.
    */
   readonly path: string;
   /** Identity of a quota: dimension, model, `for_new_keys`, `for_each`, `end_user` and `label`. */

@@ -169,9 +169,11 @@ import {
   type UndrainReplicaResponse as UndrainReplicaResponseMessage,
 } from "./gen/weir/v1/replicas_pb.js";
 import {
+  ReplicaRentalSchema,
   ResalePriceSchema,
   ResaleStatementLineSchema,
   ResaleStatementSchema,
+  type ReplicaRental as ReplicaRentalMessage,
   type ResalePrice as ResalePriceMessage,
   type ResaleStatement as ResaleStatementMessage,
   type ResaleStatementLine as ResaleStatementLineMessage,
@@ -270,6 +272,7 @@ import {
   type Replica,
   type ReplicaDrain,
   type ReplicaList,
+  type ReplicaRental,
   type ReplicaState,
   type RequestCounts,
   type RequestPhase,
@@ -761,6 +764,7 @@ export function resalePrice(
     requestPicos: value.requestPicos,
     withdrawn: value.withdrawn,
     effectiveTime: date(value.effectiveTime),
+    replicaHourPicos: value.replicaHourPicos,
   });
 }
 
@@ -793,6 +797,21 @@ export function resaleStatement(
     carriedIn: money(value.carriedIn),
     totalRounded: money(value.totalRounded),
     lines: value.lines.map((each) => resaleStatementLine(each)),
+    replicaSecondCount: count(value.replicaSecondCount),
+  };
+}
+
+export function replicaRental(
+  value: ReplicaRentalMessage = create(ReplicaRentalSchema),
+): ReplicaRental {
+  return {
+    rentalId: count(value.rentalId),
+    endUser: value.endUser,
+    endUserId: value.endUserId,
+    model: value.model,
+    replicaCount: count(value.replicaCount),
+    startTime: date(value.startTime),
+    endTime: date(value.endTime),
   };
 }
 

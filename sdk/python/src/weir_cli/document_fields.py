@@ -211,6 +211,7 @@ def dimension_of(value: Json) -> QuotaDimension:
 
 # Entries of terms by their kind.
 KINDS: Mapping[str, Callable[[str], Scalar | Words]] = {
+    "amount": amount,
     "count": count,
     "multiplier": thousandths,
     "percentages": partial(Words, are_percentages=True),

@@ -176,6 +176,7 @@ TERMS = {
         Term("reasoning", "price", "Price of a million tokens of thinking. Default: as --output."),
         Term("embedding", "price", "Price of a million embedded tokens. Default: the markup."),
         Term("request", "amount", "Price of each request, beside its tokens, such as 0.001."),
+        Term("replica_hour", "amount", "Price of an hour of a rented replica, such as 4.00."),
     ),
 }
 

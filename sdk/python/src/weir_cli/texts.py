@@ -360,6 +360,11 @@ def applied_rate(kind: str, applied: AppliedPrice) -> str:
     return rate(kind, applied.version)
 
 
+def amount_or_none(picos: int) -> str | None:
+    """Format an amount without its currency; None for 0."""
+    return amount_text(Money("", picos)) if picos else None
+
+
 def resale_rate(kind: str, price: ResalePrice) -> str | None:
     """Format the resale price of a million tokens of a kind; None where the markup applies."""
     picos = getattr(price, f"{kind}_picos_per_token")

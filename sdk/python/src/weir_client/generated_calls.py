@@ -59,6 +59,7 @@ from weir_client.generated_values import (
     QuotaSubject,
     RecordedRequest,
     ReplicaList,
+    ReplicaRental,
     ResalePrice,
     RotatedApiKey,
     UndrainedReplica,
@@ -1086,6 +1087,7 @@ class AsyncBillingCalls(UnaryClient):
         withdrawn: bool = False,
         effective_time: datetime | None = None,
         request_id: str | None = None,
+        replica_hour_picos: int | None = None,
     ) -> ResalePrice:
         """Sets what an organization charges its end users for a model, or for all models, from a
         time on. It changes statements only, never the organization's own bill: the scope `billing`
@@ -1106,6 +1108,7 @@ class AsyncBillingCalls(UnaryClient):
         `effective_time`: Start of validity. Unset: now. In the past: InvalidRequest. As another
             version of the model: AlreadyExists.
         `request_id`: Idempotency key: a UUID. A repetition returns the version of the first call.
+        `replica_hour_picos`: Picos per hour of each rented replica of the model. Unset: 0.
         """
         request = wire.request(
             resale_pb2.SetResalePriceRequest,
@@ -1121,9 +1124,66 @@ class AsyncBillingCalls(UnaryClient):
             withdrawn=withdrawn,
             effective_time=effective_time,
             request_id=request_id or str(uuid.uuid4()),
+            replica_hour_picos=replica_hour_picos,
         )
         response = await self._call(self._stub.SetResalePrice, request)
         return wire.read(ResalePrice, response.price)
+
+    async def rent_replicas(
+        self,
+        end_user: str,
+        model: str,
+        replica_count: int = 0,
+        *,
+        organization: str = "",
+        start_time: datetime | None = None,
+        end_time: datetime | None = None,
+        request_id: str | None = None,
+    ) -> ReplicaRental:
+        """Records that an organization rents replicas of a model to an end user, at its resale
+        price per hour. It changes statements only: the scope `billing` is enough, and no replica is
+        started.
+
+        `end_user`: Name of the end user, known or not. Empty or malformed: InvalidRequest.
+        `model`: The model. InvalidRequest if it has no resale price per hour at the start.
+        `replica_count`: Number of replicas, 1 to 1000.
+        `organization`: Name or id of the organization; empty: the key's own. Unknown: NotFound.
+        `start_time`: Start, a whole second. Unset: now. InvalidRequest in a closed month.
+        `end_time`: End, a whole second after the start. Unset: open, until EndReplicaRental.
+        `request_id`: Idempotency key: a UUID. A repetition returns the rental of the first call.
+        """
+        request = wire.request(
+            resale_pb2.RentReplicasRequest,
+            end_user=end_user,
+            model=model,
+            replica_count=replica_count,
+            organization=organization,
+            start_time=start_time,
+            end_time=end_time,
+            request_id=request_id or str(uuid.uuid4()),
+        )
+        response = await self._call(self._stub.RentReplicas, request)
+        return wire.read(ReplicaRental, response.rental)
+
+    async def end_replica_rental(
+        self, rental_id: int, end_time: datetime | None = None, *, organization: str = ""
+    ) -> ReplicaRental:
+        """Sets the end of a rental, now or at another time of a month that is not closed.
+
+        `rental_id`: Number of the rental. Unknown: NotFound.
+        `end_time`: End, a whole second. Unset: now. The start itself cancels the rental.
+            InvalidRequest before the start and in a closed month; AlreadyExists if it then overlaps
+            with another rental.
+        `organization`: Name or id of the organization; empty: the key's own. Unknown: NotFound.
+        """
+        request = wire.request(
+            resale_pb2.EndReplicaRentalRequest,
+            rental_id=rental_id,
+            end_time=end_time,
+            organization=organization,
+        )
+        response = await self._call(self._stub.EndReplicaRental, request)
+        return wire.read(ReplicaRental, response.rental)
 
 
 class BlockingBillingCalls(BlockingUnaryClient):
@@ -1141,3 +1201,5 @@ class BlockingBillingCalls(BlockingUnaryClient):
     list_adjustments = blocking(AsyncBillingCalls.list_adjustments)
     get_forecast = blocking(AsyncBillingCalls.get_forecast)
     set_resale_price = blocking(AsyncBillingCalls.set_resale_price)
+    rent_replicas = blocking(AsyncBillingCalls.rent_replicas)
+    end_replica_rental = blocking(AsyncBillingCalls.end_replica_rental)

@@ -989,20 +989,23 @@ class ResalePrice(Value):
     """True if it only ends the price: that of all models applies from then on, or else the cost."""
     effective_time: datetime | None = None
     """Start of validity."""
+    replica_hour_picos: int = 0
+    """Picos per hour of each rented replica of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResaleStatementLine(Value):
-    """Tokens of one kind and model, or its requests, at one version of the resale prices."""
+    """Tokens of one kind and model, its requests, or seconds of its rented replicas, at one version
+    of the resale prices."""
 
     model: str
     """The model."""
     item: str
-    """"requests", or the kind of token in lower case, as in other documents."""
+    """"requests", "replica_seconds", or the kind of token in lower case, as in other documents."""
     quantity: int
-    """Number of requests or tokens."""
+    """Number of requests, seconds or tokens."""
     cost: Money
-    """What the organization pays for them."""
+    """What the organization pays for them. 0 for rented replicas, which have no cost at Weir."""
     amount: Money
     """What the end user is charged, exact to the pico."""
     resale_price_version: int = 0
@@ -1039,6 +1042,8 @@ class ResaleStatement(Value):
     """Amount to charge: amount + carried_in, rounded once to the currency's minor unit."""
     lines: tuple[ResaleStatementLine, ...] = ()
     """Lines by model and kind. Empty in lists."""
+    replica_second_count: int = 0
+    """Seconds of rented replicas, of each replica apart."""
 
 
 class ResaleStatementFormat(StrEnum):
@@ -1050,6 +1055,28 @@ class ResaleStatementFormat(StrEnum):
     """CSV, with the organization's costs."""
     PDF = "pdf"
     """PDF for the end user, without costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRental(Value):
+    """Replicas of a model that an organization rents to one end user for some time. Each second of
+    each replica is on the end user's statement, at the resale price per hour in force when it
+    starts."""
+
+    rental_id: int = 0
+    """Number of the rental."""
+    end_user: str = ""
+    """Name of the end user. Empty for an erased one."""
+    end_user_id: str = ""
+    """UUID of the end user."""
+    model: str = ""
+    """The model."""
+    replica_count: int = 0
+    """Number of replicas."""
+    start_time: datetime | None = None
+    """Start, a whole second."""
+    end_time: datetime | None = None
+    """End, a whole second, which is not charged. Unset: open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1682,7 +1709,7 @@ class ChangeAction(StrEnum):
     UPDATE = "update"
     """Change some of its fields."""
     DELETE = "delete"
-    """Remove a limit, or revoke a key."""
+    """Remove a limit, end a resale price, or revoke a key."""
     KEEP = "keep"
     """None: it exists, the configuration does not name it, and it stays."""
 
@@ -1706,11 +1733,11 @@ class ConfigurationChange(Value):
     action: ChangeAction = ChangeAction.UNSPECIFIED
     """Action."""
     kind: str = ""
-    """Kind of the object: "organization", "billing_profile", "project", "key", "quota" or
-    "price"."""
+    """Kind of the object: "organization", "billing_profile", "project", "key", "quota", "price" or
+    "resale_price"."""
     path: str = ""
-    """Path of the object: "acme", "acme/search", "acme/search/laptop"; for a price the model. A
-    quota has the path of its subject."""
+    """Path of the object: "acme", "acme/search", "acme/search/laptop"; for a price the model and
+    its customer. A quota has the path of its subject."""
     fields: tuple[FieldChange, ...] = ()
     """Changed fields; all fields of a new object."""
     quota: dict[str, object] = field(default_factory=dict)
