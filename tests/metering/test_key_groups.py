@@ -13,6 +13,7 @@ from metering.core.errors import InvalidValue
 from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit, Admitted
+from metering.proof.check import Moment
 from metering.quotas.quota_admin import delete_quota, override_quota, set_quota
 from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import Payer, QuotaState
@@ -23,6 +24,7 @@ from metering.tenants.api_keys import create_api_key, update_api_key
 from metering.tenants.key_terms import KeyTerms
 from tests.metering.hold_world import HoldWorld, admit, of_type, settle
 from tests.metering.invariants import check_invariants
+from tests.metering.planted_faults import faults, unseen
 
 CONCURRENT = QuotaDimension.CONCURRENT_REQUESTS
 PER_DAY = QuotaDimension.REQUESTS_PER_DAY
@@ -253,4 +255,24 @@ async def test_a_selector_and_a_key_that_joins_at_the_same_time_give_one_limit(
 
     of_keys = [sorted(await limits(sessions, each)) for each in payers]
     assert of_keys == [[("", 7, 0, 0), ("free", 5, 0, 0)]] * 2 + [[("free", 5, 0, 0)] * 2]
+    check_invariants(world.url)
+
+
+FAULTS = faults("""
+    is in the group without its limit          | UPDATE quotas SET deleted_at = now()
+                                               | WHERE selector_id IS NOT NULL
+    has its limit without being in the group   | UPDATE api_keys SET "group" = 'other'
+    has a limit of 7, and the selector 5       | UPDATE quotas SET limit_value = 7
+                                               | WHERE selector_id IS NOT NULL
+""")
+
+
+async def test_a_check_reports_a_key_without_the_limits_of_its_group(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    payer = world.tenant()
+    await join(sessions, payer, "free")
+    await of_group(sessions, payer, PER_DAY, 5)
+
+    assert unseen(world.url, FAULTS, Moment.ALWAYS) == []
     check_invariants(world.url)
