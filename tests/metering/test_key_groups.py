@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from metering.alerts.alerts import fire_due_alerts
 from metering.core.errors import InvalidValue
 from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit, Admitted
+from metering.ledger.rating import rate_all_pending
 from metering.proof.check import Moment
 from metering.quotas.quota_admin import delete_quota, override_quota, set_quota
 from metering.quotas.quota_recount import Uncounted, recount
@@ -256,6 +258,41 @@ async def test_a_selector_and_a_key_that_joins_at_the_same_time_give_one_limit(
     of_keys = [sorted(await limits(sessions, each)) for each in payers]
     assert of_keys == [[("", 7, 0, 0), ("free", 5, 0, 0)]] * 2 + [[("free", 5, 0, 0)] * 2]
     check_invariants(world.url)
+
+
+async def test_a_key_of_a_group_alerts_by_the_terms_of_the_selector(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    payer, other, _ = three_keys(world)
+    for each in (payer, other):
+        await join(sessions, each, "free")
+    organization = QuotaSubject.ORGANIZATION, payer.organization_id
+
+    async def fired() -> list[tuple[object, ...]]:
+        await rate_all_pending(sessions)
+        await fire_due_alerts(sessions)
+        return world.rows(
+            "SELECT q.subject_id, a.threshold, a.limit_value FROM alerts a"
+            " JOIN quotas q ON q.id = a.quota_id ORDER BY a.id"
+        )
+
+    await limit(sessions, *organization, TOKENS_PER_DAY, 100, "key:free", alert_at=(80,))
+    for each, token_count in ((payer, 85), (other, 60)):
+        begun = admit(each, input_tokens=token_count, slice_tokens=0, least_tokens=0)
+        await world.run(begun)
+        await world.run(settle(begun.hold_id, 0, input_tokens=token_count))
+
+    assert await fired() == [(payer.api_key_id, 80, 100)]
+    assert len(await fired()) == 1
+    await limit(sessions, *organization, TOKENS_PER_DAY, 70, "key:free", alert_at=(80,))
+    assert sorted(await fired(), key=str) == sorted(
+        [
+            (payer.api_key_id, 80, 100),
+            (payer.api_key_id, 80, 70),
+            (other.api_key_id, 80, 70),
+        ],
+        key=str,
+    )
 
 
 FAULTS = faults("""
