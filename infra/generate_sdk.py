@@ -68,7 +68,8 @@ ROOTS = (
     "Alert", "AuditEntry", "EndUser", "FinishReason", "Generation", "GetForecastResponse",
     "GetOwnUsageResponse", "GetUsageResponse", "Invoice", "KeyRestrictions", "Model",
     "MonthExportFormat", "Plan", "PlanAssignment", "ProgressFrame.Stage", "QuoteResponse",
-    "ResalePrice", "ResaleStatement", "ResaleStatementFormat", "SimulatedCustomer", "Timings",
+    "ResalePrice", "ResaleStatement", "ResaleStatementFormat", "ReplicaRental", "SimulatedCustomer",
+    "Timings",
     "TokenLogprobs", "UsageGrouping",
 )  # fmt: skip
 # Values written by hand, and the modules that have them.
@@ -212,6 +213,8 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "GetEndUser": "end_user",
         "GetForecast": "organization? month?",
         "SetResalePrice": "organization? model?",
+        "RentReplicas": "end_user model replica_count?",
+        "EndReplicaRental": "rental_id end_time?",
     },
 }
 # Never sent twice by the client itself: only the first response has the secrets.
@@ -224,6 +227,8 @@ RESULTS = {
     "SetPrepaid": "existed",
     "SetPrice": "versions",
     "SetResalePrice": "price",
+    "RentReplicas": "rental",
+    "EndReplicaRental": "rental",
 }
 ERRORS = {
     "ALREADY_EXISTS": "AlreadyExists",

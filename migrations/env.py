@@ -15,6 +15,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
 import metering.alerts.alerts
+import metering.invoicing.rentals
 import metering.plans.plan_admin
 import metering.pricing.resale_prices  # noqa: F401  # declares mapped classes on the base
 from metering.core.models import Base

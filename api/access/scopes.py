@@ -44,6 +44,7 @@ BY_SERVICE: Mapping[str, Mapping[Scopes, tuple[str, ...]]] = {
             *("ListEndUsers", "GetEndUser"),
             *("ListAdjustments", "ListAlerts"),
             *("SetResalePrice", "ListResalePrices"),
+            *("RentReplicas", "EndReplicaRental", "ListReplicaRentals"),
             *("ListResaleStatements", "GetResaleStatement"),
         ),
         ADMINS: (

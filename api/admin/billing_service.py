@@ -58,7 +58,7 @@ from metering.core.models import Organization
 from metering.core.money import round_to_minor_unit
 from metering.export.invoice_payments import InvoicePayment, payments_by_month
 from metering.export.reconciliation import Difference, StageSum, reconcile_locally
-from metering.invoicing import adjustments, resale
+from metering.invoicing import adjustments, rentals, resale
 from metering.invoicing.adjustments import AdjustmentRecord
 from metering.invoicing.closing import CloseTerms, check_month, close_month
 from metering.invoicing.documents import (
@@ -420,6 +420,26 @@ def resale_price_message(price: ResalePrice) -> resale_pb.ResalePrice:
     )
 
 
+async def visible_rentals(
+    session: AsyncSession, *, reader: Principal, organization: str, **page: Any
+) -> tuple[Sequence[rentals.ListedRental], str]:
+    """List a page of an organization's rentals of replicas."""
+    owner = await visible_or_own(session, reader, organization)
+    return await rentals.list_rentals(session, owner, **page)
+
+
+def rental_message(listed: rentals.ListedRental) -> resale_pb.ReplicaRental:
+    rental = listed.rental
+    return wire.message_of(
+        resale_pb.ReplicaRental,
+        rental,
+        rental_id=rental.id,
+        end_user=listed.end_user,
+        start_time=rental.starts_at,
+        end_time=rental.ends_at,
+    )
+
+
 def statement_summary(statement: resale.Statement) -> resale_pb.ResaleStatement:
     """Convert a statement to a message without its lines."""
     user = statement.end_user
@@ -453,6 +473,9 @@ class BillingReads(AuthenticatedServicer):
     GetReconciliation = reading(reconciliation_of)
     ListResalePrices = listing(
         resale_pb.ListResalePricesResponse, visible_resale_prices, resale_price_message
+    )
+    ListReplicaRentals = listing(
+        resale_pb.ListReplicaRentalsResponse, visible_rentals, rental_message
     )
     ListResaleStatements = listing(
         resale_pb.ListResaleStatementsResponse, visible_statements, statement_summary
@@ -593,6 +616,42 @@ class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
                 acting.session, owner, terms, actor=acting.actor
             )
         return price.id, resale_pb.SetResalePriceResponse(price=resale_price_message(price))
+
+    @once
+    async def RentReplicas(
+        self, request: resale_pb.RentReplicasRequest, acting: CallerTransaction, earlier: str
+    ) -> tuple[object, resale_pb.RentReplicasResponse]:
+        """Record a rental of replicas; a `billing` key only one of its own organization."""
+        owner = await visible_or_own(acting.session, acting.principal, request.organization)
+        if earlier:
+            rental = await rentals.find_rental(acting.session, owner.id, int(earlier))
+        else:
+            terms = rentals.RentalTerms(
+                request.end_user,
+                request.model,
+                request.replica_count,
+                wire.given_time(request, "start_time"),
+                wire.given_time(request, "end_time"),
+            )
+            rental = await rentals.rent_replicas(acting.session, owner, terms, actor=acting.actor)
+        shown = rental_message(await rentals.show_rental(acting.session, rental))
+        return rental.id, resale_pb.RentReplicasResponse(rental=shown)
+
+    async def EndReplicaRental(
+        self, request: resale_pb.EndReplicaRentalRequest, context: Context
+    ) -> resale_pb.EndReplicaRentalResponse:
+        """Set the end of a rental; a `billing` key only of its own organization."""
+        async with self._acting(context) as acting:
+            owner = await visible_or_own(acting.session, acting.principal, request.organization)
+            rental = await rentals.end_rental(
+                acting.session,
+                owner,
+                request.rental_id,
+                wire.given_time(request, "end_time"),
+                actor=acting.actor,
+            )
+            shown = rental_message(await rentals.show_rental(acting.session, rental))
+            return resale_pb.EndReplicaRentalResponse(rental=shown)
 
     async def GetResaleStatement(
         self, request: resale_pb.GetResaleStatementRequest, context: Context

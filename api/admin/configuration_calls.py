@@ -36,6 +36,7 @@ from metering.core.models import QuotaDimension, QuotaKey, QuotaTerms, record_of
 from metering.invoicing.documents import check_shown
 from metering.invoicing.invoice_document import Issuer
 from metering.pricing.prices import PriceTerms
+from metering.pricing.resale_prices import ResaleTerms
 from metering.quotas.quota_admin import THRESHOLDS_MAX
 from metering.tenants.authentication import Principal
 from metering.tenants.networks import normalized
@@ -148,6 +149,11 @@ class Parsing:
             tuple(projects),
             message.prune_quotas,
             profile,
+            tuple(
+                resale_terms(each, f"{path}.resale_prices[{n}]")
+                for n, each in enumerate(message.resale_prices)
+            ),
+            message.prune_resale_prices,
         )
 
     def project(self, path: str, message: configuration_pb2.ProjectConfiguration) -> ProjectSpec:
@@ -230,6 +236,11 @@ def price_terms(
     return PriceTerms(**terms, effective_at=effective_at)
 
 
+def resale_terms(message: configuration_pb2.ResalePriceConfiguration, path: str) -> ResaleTerms:
+    effective_at = wire.given_time(message, "effective_time", f"{path}.effective_time")
+    return ResaleTerms(**wire.stated_terms(message, ResaleTerms), effective_at=effective_at)
+
+
 def configuration_message(configuration: Configuration) -> configuration_pb2.Configuration:
     return configuration_pb2.Configuration(
         organizations=[
@@ -238,6 +249,12 @@ def configuration_message(configuration: Configuration) -> configuration_pb2.Con
                 organization,
                 quotas=map(quota_message, organization.quotas),
                 projects=map(project_configuration, organization.projects),
+                resale_prices=[
+                    wire.message_of(
+                        configuration_pb2.ResalePriceConfiguration, price, effective_time=None
+                    )
+                    for price in organization.resale_prices
+                ],
             )
             for organization in configuration.organizations
         ],

@@ -22,6 +22,7 @@ from metering.invoicing.documents import check_shown
 from metering.invoicing.invoice_document import Issuer
 from metering.quotas import quota_admin, quota_states
 from metering.quotas.erasure import Erasure
+from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import QuotaState
 from metering.tenants import admin_requests, api_keys, tenants
 from metering.tenants.api_keys import find_api_key
@@ -148,6 +149,7 @@ class TenantCalls(AuthenticatedServicer):
     async def UpdateApiKey(
         self, request: pb.UpdateApiKeyRequest, context: Context
     ) -> pb.UpdateApiKeyResponse:
+        uncounted: list[Uncounted] = []
         async with self._acting(context) as acting:
             key = await api_keys.update_api_key(
                 acting.session,
@@ -157,6 +159,7 @@ class TenantCalls(AuthenticatedServicer):
                 expires_at=wire.given_time(request, "expire_time"),
                 never_expires=request.never_expires,
                 actor=acting.actor,
+                uncounted=uncounted,
             )
             if key.id == acting.principal.api_key_id and excludes(
                 key.allowed_networks, acting.principal.address
@@ -166,6 +169,7 @@ class TenantCalls(AuthenticatedServicer):
                     f"must include {acting.principal.address}, from which this key makes this call:"
                     " add a network with that address, or use another key",
                 )
+            await recount(acting.session, uncounted)
             return pb.UpdateApiKeyResponse(api_key=key_message(key))
 
     async def RevokeApiKey(

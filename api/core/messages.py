@@ -143,6 +143,7 @@ def quota_in_force(
         for_each=rule.for_each,
         within_id=str(rule.within_id or ""),
         selector_id=str(rule.selector_id or ""),
+        group=rule.group,
     )
     if rule.override_until is not None:
         status.override_end_time.CopyFrom(known_time(rule.override_until))

@@ -362,6 +362,8 @@ def quota_metadata(error: QuotaExceeded) -> dict[str, str]:
         message["subject_name"] = first.rule.subject_name
     if first.rule.window_minutes:
         message["window_minutes"] = str(first.rule.window_minutes)
+    if first.rule.group:
+        message["group"] = first.rule.group
     if first.resets_at is not None:
         message["reset_time"] = first.resets_at.isoformat().replace("+00:00", "Z")
     return message

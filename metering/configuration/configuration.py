@@ -11,7 +11,7 @@ checked too: on errors the caller must roll the transaction back. A dry run is t
 back as well.
 
 A price version is added where the present ones differ; none is removed. Limits of a subject are
-set, overridden or removed.
+set, overridden or removed. Resale prices are added like prices, and ended if they are pruned.
 """
 
 from __future__ import annotations
@@ -54,6 +54,13 @@ from metering.pricing.prices import (
     set_price,
     versions_in_force,
 )
+from metering.pricing.resale_prices import (
+    ResaleTerms,
+    prices_in_force,
+    resale_price_at,
+    set_resale_price,
+    whole_terms,
+)
 from metering.quotas.quota_admin import delete_quota, override_quota, set_quota, usual_thresholds
 from metering.quotas.quota_recount import Uncounted, recount
 from metering.store.db import database_now
@@ -87,6 +94,12 @@ OVERRIDE_FIELDS = {
     "expire_time": "override_end_time",
     "reason": "override_reason",
 }
+# Fields of a resale price that can be set; the others are its identity.
+RESALE_FIELDS = tuple(
+    each.name
+    for each in fields(ResaleTerms)
+    if each.name not in ("model", "effective_at", "withdrawn")
+)
 # Fields of a key that can be set.
 KEY_FIELDS = (*(each.name for each in fields(KeyTerms)), "expires_at")
 
@@ -155,7 +168,7 @@ class OrganizationSpec:
     """Desired state of an organization and its projects.
 
     An empty `currency_code` keeps the currency, and means USD for a new organization.
-    `billing_profile` None keeps the profile.
+    `billing_profile` None keeps the profile. `prune_resale_prices` ends those that are not listed.
     """
 
     name: str
@@ -164,6 +177,8 @@ class OrganizationSpec:
     projects: tuple[ProjectSpec, ...] = ()
     prune_quotas: bool = False
     billing_profile: BillingProfile | None = None
+    resale_prices: tuple[ResaleTerms, ...] = ()
+    prune_resale_prices: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +229,11 @@ def stated_thresholds(
     """Sort the alert thresholds of a limit; return None if they are its dimension's default."""
     alert_at = tuple(sorted(thresholds))
     return None if alert_at == usual_thresholds(dimension) else alert_at
+
+
+def resale_path(model: str, organization: str) -> str:
+    """Name a resale price: "demo of acme"."""
+    return f"{model or 'all models'} of {organization}"
 
 
 def differences(
@@ -386,6 +406,7 @@ class Attempts:
             await self._billing_profile(
                 f"{path}.billing_profile", desired.name, existing, desired.billing_profile
             )
+        await self._resale_prices(path, existing, desired)
         await self._quotas(
             Subject(path, desired.name, QuotaSubject.ORGANIZATION, existing.id), desired
         )
@@ -404,6 +425,60 @@ class Attempts:
         self.kept += [
             Change(Action.KEEP, "project", f"{desired.name}/{name}") for name in sorted(projects)
         ]
+
+    async def _resale_prices(
+        self, path: str, owner: Organization, desired: OrganizationSpec
+    ) -> None:
+        """Add versions to an organization's resale prices, and end those that are not listed."""
+        path = f"{path}.resale_prices"
+        identities = [(each.model, each.effective_at) for each in desired.resale_prices]
+        self._check_names(path, "model", identities)
+        for index, terms in enumerate(desired.resale_prices):
+            await self._resale_price(f"{path}[{index}]", owner, terms)
+        listed = {model for model, _ in identities}
+        for price in await prices_in_force(self.session, [owner.id]):
+            if price.model in listed:
+                continue
+            action = Action.DELETE if desired.prune_resale_prices else Action.KEEP
+            change = Change(action, "resale_price", resale_path(price.model, owner.name))
+            if desired.prune_resale_prices:
+                ended = ResaleTerms(model=price.model, withdrawn=True)
+                await self._attempt(
+                    path,
+                    partial(set_resale_price, self.session, owner, ended, actor=self.actor),
+                )
+            (self.changes if desired.prune_resale_prices else self.kept).append(change)
+
+    async def _resale_price(self, path: str, owner: Organization, desired: ResaleTerms) -> None:
+        """Set one resale price from `effective_at` on, unless the one in force is the same."""
+        at = (
+            None
+            if desired.effective_at is None or desired.effective_at <= self.now
+            else desired.effective_at
+        )
+        terms = replace(desired, effective_at=at)
+
+        async def check() -> bool:
+            terms.check()
+            return True
+
+        if not await self._attempt(path, check):
+            return
+        before = await resale_price_at(self.session, owner.id, terms.model, at or self.now)
+        changes = (
+            differences(None, terms, RESALE_FIELDS)
+            if before is None
+            else differences(whole_terms(before), whole_terms(terms), RESALE_FIELDS)
+        )
+        if before is not None and not changes:
+            return
+        await self._attempt(
+            path, partial(set_resale_price, self.session, owner, terms, actor=self.actor)
+        )
+        since = f" from {at:%Y-%m-%d %H:%M:%SZ}" if at else ""
+        action = Action.CREATE if before is None else Action.UPDATE
+        shown = resale_path(terms.model, owner.name) + since
+        self.changes.append(Change(action, "resale_price", shown, changes))
 
     def _currency(self, path: str, code: str) -> str:
         """Validate a currency code; if invalid, record a violation and return USD."""
@@ -580,6 +655,7 @@ class Attempts:
                 expires_at=desired.expires_at,
                 never_expires=desired.expires_at is None,
                 actor=self.actor,
+                uncounted=self.uncounted,
             ),
         )
         self.changes.append(
@@ -640,7 +716,13 @@ class Attempts:
             if desired.prune_quotas:
                 await self._attempt(
                     subject.path,
-                    partial(delete_quota, self.session, quota_id=str(row.id), actor=self.actor),
+                    partial(
+                        delete_quota,
+                        self.session,
+                        quota_id=str(row.id),
+                        actor=self.actor,
+                        later=self.uncounted,
+                    ),
                 )
             (self.changes if desired.prune_quotas else self.kept).append(change)
 
@@ -902,6 +984,15 @@ async def present_state(session: AsyncSession, *, organization: str | None = Non
         )
         projects_of[project.organization_id].append(spec)
     profiles = await billing_profiles(session)
+    resale: dict[uuid.UUID, list[ResaleTerms]] = defaultdict(list)
+    for price in await prices_in_force(session, ids):
+        terms = whole_terms(price)
+        stated = replace(
+            terms,
+            request_picos=terms.request_picos or None,
+            replica_hour_picos=terms.replica_hour_picos or None,
+        )
+        resale[price.organization_id].append(stated)
     specs = (
         OrganizationSpec(
             each.name,
@@ -909,6 +1000,7 @@ async def present_state(session: AsyncSession, *, organization: str | None = Non
             quotas.get(each.id, ()),
             tuple(projects_of[each.id]),
             billing_profile=profiles.get(each.id),
+            resale_prices=tuple(resale[each.id]),
         )
         for each in organizations
     )

@@ -157,6 +157,8 @@ class ApiKey(Base):
     max_output_tokens: Mapped[int | None]  # per request, all choices together
     # Whether unknown parameters over HTTP are refused.
     strict_parameters: Mapped[bool] = mapped_column(server_default=text("false"))
+    # Group of keys within the organization, for limits on each of them; empty for none.
+    group: Mapped[str] = mapped_column(server_default="")
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
@@ -353,10 +355,11 @@ class Quota(Base):
     `window_minutes` is the length of a rolling window, 0 for any other.
 
     A limit on a usage subject (an end user or label value) counts requests within one organization
-    or project, `within_id`. With `for_each`, which is `end_user` or `label:KEY`, a quota is a
-    selector: it limits nothing itself, and each usage subject within its subject gets a limit with
-    its `selector_id`. The terms of such a limit are those of the selector: the view `quota_terms`
-    has each quota with its terms in force.
+    or project, `within_id`. With `for_each`, which is `end_user`, `label:KEY` or `key:GROUP`, a
+    quota is a selector: it limits nothing itself, and each usage subject, or each key of the group,
+    within its subject gets a limit with its `selector_id`. The terms of such a limit are those of
+    the selector: the view `quota_terms` has each quota with its terms in force. The limits of keys
+    are written with their terms when they change (`tenants/key_groups.py`).
     """
 
     __tablename__ = "quotas"
@@ -390,9 +393,9 @@ class QuotaKey:
     """Columns that identify a limit among those of its subject. `model` is empty for all models.
 
     `window_minutes` is the length of a rolling window, 0 for any other dimension.
-    `for_each` is `end_user` or `label:KEY` for a selector, otherwise empty. With `end_user` or with
-    `label`, which is `KEY=VALUE`, the limit is one of this end user or label value within the
-    subject.
+    `for_each` is `end_user`, `label:KEY` or `key:GROUP` for a selector, otherwise empty. With
+    `end_user` or with `label`, which is `KEY=VALUE`, the limit is one of this end user or label
+    value within the subject.
     """
 
     dimension: QuotaDimension

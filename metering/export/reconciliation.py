@@ -635,6 +635,23 @@ def stating(ours: OurMonth) -> Iterator[Difference]:
                 ),
                 amount_picos=missing,
             )
+        if rented := each.recorded_rented_picos - each.rented_picos:
+            amounts = (each.recorded_rented_picos, each.rented_picos)
+            recorded, stated = (exact_text(picos, each.currency_code) for picos in amounts)
+            yield record_of(
+                Difference,
+                each,
+                stage=Stage.STATEMENTS,
+                detail=(
+                    f"rentals of replicas, which have no cost, come to {recorded}"
+                    f" {each.currency_code}, and statements of end users have {stated}"
+                ),
+                remedy=(
+                    "a closed month never changes: find out who changed the rentals, and tell the"
+                    " customer"
+                ),
+                amount_picos=rented,
+            )
         if each.unequal_count:
             yield record_of(
                 Difference,

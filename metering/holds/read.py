@@ -77,7 +77,11 @@ CASE WHEN within_id IS NULL THEN '' ELSE coalesce((
     SELECT CASE WHEN kind = 'label' THEN label_key || '=' || name ELSE name END
     FROM usage_subjects u WHERE u.id = subject_id), '') END AS subject_name,
 CASE WHEN within_id IS NULL AND for_each = '' THEN '' ELSE coalesce((
-    SELECT name FROM projects p WHERE p.id = coalesce(within_id, subject_id)), '') END AS scope_name
+    SELECT name FROM projects p WHERE p.id = coalesce(within_id, subject_id)), '') END
+    AS scope_name,
+CASE WHEN subject = 'api_key' AND selector_id IS NOT NULL THEN (
+    SELECT substr(s.for_each, 5) FROM quotas s WHERE s.id = quota_terms.selector_id) ELSE '' END
+    AS group_name
 """
 
 RULE_COUNT_MAX = 32_768  # some 15 MB
@@ -99,7 +103,7 @@ class RuleCache:
     def of(self, row: Row) -> QuotaRule:
         """Convert a row of RULE_COLUMNS to a rule; the same version gives the same object."""
         rule = self._rules.get(row[0])
-        if rule is None or rule.subject_name != row[-2]:  # erased
+        if rule is None or rule.subject_name != row[-3]:  # erased
             if len(self._rules) >= self._count_max:
                 self._rules.clear()
             rule = self._rules[row[0]] = rule_of(row[1:])
@@ -205,6 +209,7 @@ FROM quota_terms
 WHERE own_deleted_at IS NULL
   AND deleted_at IS NULL
   AND NOT for_new_keys
+  AND left(for_each, 4) <> 'key:'
   AND subject_id = ANY(%s::uuid[])
 """
 

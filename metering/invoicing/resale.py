@@ -3,7 +3,9 @@
 A statement has the usage of one end user, or all usage without one, by model and kind of token,
 with the customer's cost and the amount by its resale prices (`pricing/resale_prices.py`). The costs
 of all statements of a month add up to the customer's usage, to the pico: both are sums over the
-same usage events. Late usage is in the month of its bill, as on the customer's invoice.
+same usage events. Late usage is in the month of its bill, as on the customer's invoice. Rented
+replicas (`rentals.py`) are lines of their own, in seconds, without a cost: Weir bills none. A price
+that begins within a second applies from the next one on.
 
 The close of a month freezes its statements in two statements of SQL, for any number of end users.
 Frozen rows have no names: the name of an end user never changes, and erasing it leaves the id.
@@ -43,8 +45,10 @@ from metering.tenants.billing_profiles import BillingProfile, billing_profile
 from metering.tenants.usage_subjects import NOBODY, end_users_page, find_end_user
 
 STATEMENT_FORMAT = 1
-REQUESTS = "requests"  # item of the price per request; the others are kinds of token
-ITEM_ORDER = [REQUESTS, *map(str, TokenKind)]
+# Items of the price per request and of rented replicas; the others are kinds of token.
+REQUESTS, REPLICA_SECONDS = "requests", "replica_seconds"
+ITEM_ORDER = [REQUESTS, *map(str, TokenKind), REPLICA_SECONDS]
+HOUR_S = 3600
 NOT_GIVEN = "usage without an end user"
 CSV_COLUMNS = [
     "record_type",
@@ -77,10 +81,53 @@ ITEMS = ", ".join(
     )
 )
 OWN_PRICE = " ".join(f"WHEN '{kind}' THEN {price}" for kind, price in OWN_PRICES.items())
-IN_FORCE = "{0}.effective_at <= u.admitted_at AND u.admitted_at < {0}.ends_at"
-# Lines of a month's statements from its usage events: those of all end users, or of some. Events
-# are read once, into sums.
-LINES = f"""
+# The price in force `at` a time for the model of a row: its own, or that of all models.
+VERSION_JOINS = """
+    LEFT JOIN versions own
+        ON own.model = {of}.model AND NOT own.withdrawn
+       AND own.effective_at <= {at} AND {at} < own.ends_at
+    LEFT JOIN versions general
+        ON general.model = '' AND NOT general.withdrawn
+       AND general.effective_at <= {at} AND {at} < general.ends_at"""
+# Seconds of rented replicas in a month, by price version. In an open month they are those until
+# now. Rentals are cut where a price begins.
+RENTED = f"""
+versions AS MATERIALIZED (
+    SELECT id, model, withdrawn, effective_at,
+           lead(effective_at, 1, 'infinity') OVER (PARTITION BY model ORDER BY effective_at)
+               AS ends_at
+    FROM resale_prices
+    WHERE organization_id = :organization_id
+), rented AS (
+    SELECT u.end_user_id, u.model, coalesce(own.id, general.id) AS resale_price_id,
+           sum(u.replica_count * extract(epoch FROM cut.ends_at - cut.starts_at)) AS seconds
+    FROM replica_rentals u
+    CROSS JOIN LATERAL (
+        SELECT greatest(u.starts_at, :begins) AS starts_at,
+               least(
+                   coalesce(u.ends_at, 'infinity'), :ends,
+                   coalesce(CAST(:until AS timestamptz), date_trunc('second', now()))
+               ) AS ends_at
+    ) AS part
+    CROSS JOIN LATERAL (
+        SELECT at AS starts_at, lead(at, 1, part.ends_at) OVER (ORDER BY at) AS ends_at
+        FROM (
+            SELECT part.starts_at
+            UNION
+            SELECT date_trunc('second', effective_at + interval '999999 microseconds')
+            FROM versions
+            WHERE model IN ('', u.model)
+        ) AS border (at)
+        WHERE at >= part.starts_at AND at < part.ends_at
+    ) AS cut
+    {VERSION_JOINS.format(of="u", at="cut.starts_at")}
+    WHERE u.organization_id = :organization_id AND part.starts_at < part.ends_at AND {{chosen}}
+    GROUP BY 1, 2, 3
+)"""
+RENTED_PICOS = f"div(seconds * coalesce(r.replica_hour_picos, 0) + {HOUR_S // 2}, {HOUR_S})"
+# Lines of a month's statements from its usage events and rentals: those of all end users, or of
+# some. Events are read once, into sums.
+LINES = f"""{RENTED},
 transactions AS MATERIALIZED (
     SELECT id, effective_at,
            CAST(date_trunc('month', effective_at, 'UTC') AS date) AS usage_month
@@ -88,12 +135,6 @@ transactions AS MATERIALIZED (
     WHERE organization_id = :organization_id
       AND billing_month = :month
       AND kind = '{TransactionKind.USAGE}'
-), versions AS MATERIALIZED (
-    SELECT id, model, withdrawn, effective_at,
-           lead(effective_at, 1, 'infinity') OVER (PARTITION BY model ORDER BY effective_at)
-               AS ends_at
-    FROM resale_prices
-    WHERE organization_id = :organization_id
 ), events AS (
     SELECT u.end_user_id, u.price_version_id, t.usage_month,
            coalesce(own.id, general.id) AS resale_price_id,
@@ -101,10 +142,7 @@ transactions AS MATERIALIZED (
     FROM usage_events u
     JOIN transactions t ON t.id = u.ledger_transaction_id
     JOIN price_versions p ON p.id = u.price_version_id
-    LEFT JOIN versions own
-        ON own.model = p.model AND NOT own.withdrawn AND {IN_FORCE.format("own")}
-    LEFT JOIN versions general
-        ON general.model = '' AND NOT general.withdrawn AND {IN_FORCE.format("general")}
+    {VERSION_JOINS.format(of="p", at="u.admitted_at")}
     WHERE u.organization_id = :organization_id
       AND u.settled_at < :ends
       AND u.settled_at >= least(:begins, (SELECT min(effective_at) FROM transactions))
@@ -118,9 +156,14 @@ transactions AS MATERIALIZED (
          LATERAL (VALUES {ITEMS}) AS part (item, quantity, cost_picos)
     WHERE part.quantity > 0
     GROUP BY 1, 2, 3, 4, 5
+    UNION ALL
+    SELECT end_user_id, model, resale_price_id, CAST(:month AS date), '{REPLICA_SECONDS}', seconds,
+           0
+    FROM rented
 ), lines AS MATERIALIZED (
     SELECT i.*, CASE i.item
                WHEN '{REQUESTS}' THEN i.quantity * coalesce(r.request_picos, 0)
+               WHEN '{REPLICA_SECONDS}' THEN {RENTED_PICOS.replace("seconds", "i.quantity")}
                ELSE coalesce(
                    i.quantity * CASE i.item {OWN_PRICE} END,
                    div(
@@ -139,6 +182,11 @@ OF_END_USERS = text(COMPUTED.format(chosen="u.end_user_id = ANY(CAST(:ids AS uui
 OF_NOBODY = text(COMPUTED.format(chosen="u.end_user_id IS NULL"))
 COST_COMPUTED = text(
     f"SELECT coalesce(sum(cost_picos), 0) AS stated_picos FROM ({ALL}) AS every_line"
+)
+RENTED_COMPUTED = text(
+    f"WITH {RENTED.format(chosen='true')}"
+    f" SELECT coalesce(sum({RENTED_PICOS}), 0)"
+    " FROM rented LEFT JOIN resale_prices r ON r.id = rented.resale_price_id"
 )
 CARRIED = """
 SELECT total.exact_picos
@@ -240,6 +288,7 @@ GROUP BY o.id
 """)
 FROZEN_SUMS = text("""
 SELECT coalesce(sum(l.cost_picos), 0) AS stated_picos,
+       coalesce(sum(l.rented_picos), 0) AS rented_picos,
        count(*) FILTER (WHERE differs) AS unequal_count,
        coalesce(sum(
            abs(s.cost_picos - coalesce(l.cost_picos, 0))
@@ -247,7 +296,8 @@ SELECT coalesce(sum(l.cost_picos), 0) AS stated_picos,
        ), 0) AS unequal_picos
 FROM resale_statements s
 LEFT JOIN (
-    SELECT l.statement_id, sum(l.cost_picos) AS cost_picos, sum(l.amount_picos) AS amount_picos
+    SELECT l.statement_id, sum(l.cost_picos) AS cost_picos, sum(l.amount_picos) AS amount_picos,
+           sum(l.amount_picos) FILTER (WHERE l.item = :replica_seconds) AS rented_picos
     FROM resale_statements s
     JOIN resale_statement_lines l ON l.statement_id = s.id
     WHERE s.organization_id = :organization_id AND s.month = :month
@@ -275,7 +325,8 @@ class EndUser:
 
 @dataclass(frozen=True, slots=True)
 class StatementLine:
-    """Tokens of one kind and model, or its requests, at one version of the resale prices.
+    """Tokens of one kind and model, its requests, or seconds of its rented replicas, at one version
+    of the resale prices.
 
     `resale_price_version` is 0 for usage without a resale price, which is charged at cost.
     `late_month` is the month of use if it was closed before the usage was posted, else empty.
@@ -314,7 +365,12 @@ class Statement:
 
     @property
     def token_count(self) -> int:
-        return sum(line.quantity for line in self.lines if line.item != REQUESTS)
+        return sum(line.quantity for line in self.lines if line.item in set(TokenKind))
+
+    @property
+    def replica_second_count(self) -> int:
+        """Seconds of rented replicas, of each replica apart."""
+        return sum(line.quantity for line in self.lines if line.item == REPLICA_SECONDS)
 
     @property
     def cost_picos(self) -> int:
@@ -348,7 +404,8 @@ class StatedMonth:
     """Usage of a month in the ledger and in the statements of end users.
 
     `unequal_count` frozen statements differ from their lines, in costs and amounts by
-    `unequal_picos`.
+    `unequal_picos`. Rented replicas have no cost, so they are in neither sum: their amounts in
+    frozen lines, `rented_picos`, are compared with those of the recorded rentals.
     """
 
     organization_id: uuid.UUID
@@ -358,6 +415,8 @@ class StatedMonth:
     stated_picos: int
     unequal_count: int = 0
     unequal_picos: int = 0
+    rented_picos: int = 0
+    recorded_rented_picos: int = 0
 
 
 async def resells(session: AsyncSession, organization_id: uuid.UUID) -> bool:
@@ -373,7 +432,8 @@ async def freeze_statements(
         unit = minor_unit(currency_code)
         rounding = {"unit": unit, "half_unit": unit // 2, "items": ITEM_ORDER}
         await session.execute(FREEZING)
-        await session.execute(FREEZE, _of_month(organization_id, month) | rounding)
+        whole = _of_month(organization_id, month, is_over=True)
+        await session.execute(FREEZE, whole | rounding)
         await session.execute(FROZEN)
 
 
@@ -385,13 +445,22 @@ async def stated_month(
         return None
     key = {"organization_id": organization_id, "month": month}
     posted = (await session.execute(POSTED, key)).one()
+    recorded = 0
     closed = (await session.execute(MONTH_STATE, key)).one_or_none()
     if closed is not None and closed.frozen:
-        sums = await session.execute(FROZEN_SUMS, key)
+        sums = await session.execute(FROZEN_SUMS, key | {"replica_seconds": REPLICA_SECONDS})
+        whole = _of_month(organization_id, month, is_over=True)
+        recorded = int(await session.scalar(RENTED_COMPUTED, whole) or 0)
     else:
         sums = await session.execute(COST_COMPUTED, _of_month(organization_id, month))
     counts = {name: int(value) for name, value in sums.one()._mapping.items()}
-    return record_of(StatedMonth, posted, posted_picos=int(posted.posted_picos), **counts)
+    return record_of(
+        StatedMonth,
+        posted,
+        posted_picos=int(posted.posted_picos),
+        recorded_rented_picos=recorded,
+        **counts,
+    )
 
 
 async def statement_page(
@@ -442,9 +511,11 @@ async def find_statement(
     return found[0]
 
 
-def _of_month(organization_id: uuid.UUID, month: date) -> dict[str, Any]:
+def _of_month(organization_id: uuid.UUID, month: date, *, is_over: bool = False) -> dict[str, Any]:
+    """Build the parameters of LINES. Rentals count until now, unless the month is over."""
     begins, ends = month_bounds(month_text(month))
-    return {"organization_id": organization_id, "month": month, "begins": begins, "ends": ends}
+    key = {"organization_id": organization_id, "month": month, "begins": begins, "ends": ends}
+    return key | {"until": ends if is_over else None}
 
 
 async def _read(
@@ -537,6 +608,7 @@ def to_csv(statement: Statement) -> str:
     rows: list[dict[str, Any]] = []
     for line in statement.lines:
         kind = "late_usage" if line.late_month else "usage"
+        kind = "rental" if line.item == REPLICA_SECONDS else kind
         rows.append({"record_type": kind} | _fields(statement, line, next(rounded)))
     for name, picos in _sums(statement):
         shown = exact_text(-picos if name == "carried_out" else picos, statement.currency_code)
@@ -623,7 +695,7 @@ def statement_document(statement: Statement, fonts: Issuer) -> InvoiceDocument:
         summary=tuple(_summary(statement)),
         notes=(
             "The exact amounts add up to the total; each amount is rounded by itself. Tokens are"
-            " counted at the time they were settled, in UTC.",
+            " counted at the time they were settled, in UTC, and replicas by the second.",
         ),
     )
 
@@ -632,13 +704,22 @@ def _sections(statement: Statement) -> Iterable[tuple[str, tuple[AmountLine, ...
     """Yield the lines of each model, late usage apart. What costs nothing and counts is shown."""
     groups: dict[str, list[AmountLine]] = defaultdict(list)
     for line, rounded in zip(statement.lines, statement.rounded_picos, strict=True):
-        what = "request" if line.item == REQUESTS else f"{line.item.replace('_', ' ')} token"
         late = f"Late usage of {line.late_month} · " if line.late_month else ""
-        counted = f"{line.quantity:,} {what}{'' if line.quantity == 1 else 's'}"
-        shown = AmountLine(counted, line.amount_picos, rounded)
+        shown = AmountLine(_quantity_text(line), line.amount_picos, rounded)
         groups[late + line.model].append(shown)
     for heading, lines in groups.items():
         yield heading, tuple(lines)
+
+
+def _quantity_text(line: StatementLine) -> str:
+    """Format a quantity, such as "1,200 input tokens" or "48 h 30 min of dedicated replicas"."""
+    if line.item != REPLICA_SECONDS:
+        what = "request" if line.item == REQUESTS else f"{line.item.replace('_', ' ')} token"
+        return f"{line.quantity:,} {what}{'' if line.quantity == 1 else 's'}"
+    minutes, seconds = divmod(line.quantity, 60)
+    hours, minutes = divmod(minutes, 60)
+    parts = ((hours, "h"), (minutes, "min"), (seconds, "s"))
+    return f"{' '.join(f'{n:,} {unit}' for n, unit in parts if n)} of dedicated replicas"
 
 
 def _summary(statement: Statement) -> Iterable[SummaryRow]:

@@ -1,27 +1,28 @@
 """Resale prices: what a customer charges its own end users, by model and from a time on.
 
-A version is a markup on Weir's cost in thousandths, prices of its own for some kinds of token, and
-a price per request. A version without a model is for all models that have none of their own; usage
-without any version is charged at cost. As with Weir's prices, a request pays the version in force
-when it starts, and versions never change and never begin in the past. They affect statements only
-(`invoicing/resale.py`), never what the customer pays.
+A version is a markup on Weir's cost in thousandths, prices of its own for some kinds of token, a
+price per request, and one per hour of a rented replica (`invoicing/rentals.py`). A version without
+a model is for all models that have none of their own; usage without any version is charged at cost.
+As with Weir's prices, a request pays the version in force when it starts, and versions never change
+and never begin in the past. They affect statements only (`invoicing/resale.py`), never what the
+customer pays.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 from sqlalchemy import ForeignKey, Identity, func, select, text, tuple_
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.dialects.postgresql import distinct_on, insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, aliased, mapped_column
 
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, NotFound
-from metering.core.models import Base, Organization, values_of
+from metering.core.models import Base, Organization, record_of, values_of
 from metering.core.pages import check_page_size, page_token, page_values, utc_time
 from metering.pricing.prices import (
     MULTIPLIER_MAX_MILLI,
@@ -33,6 +34,7 @@ from metering.pricing.prices import (
 )
 
 REQUEST_MAX_PICOS = 10**15  # 1,000 units per request; more is a mistake in the unit
+REPLICA_HOUR_MAX_PICOS = 10**17  # 100,000 units per hour
 
 
 class ResalePrice(Base):
@@ -55,6 +57,7 @@ class ResalePrice(Base):
     reasoning_picos_per_token: Mapped[int | None]
     embedding_picos_per_token: Mapped[int | None]
     request_picos: Mapped[int]
+    replica_hour_picos: Mapped[int] = mapped_column(server_default="0")
     withdrawn: Mapped[bool] = mapped_column(server_default=text("false"))
     effective_at: Mapped[datetime]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
@@ -72,6 +75,7 @@ class ResaleTerms:
     reasoning_picos_per_token: int | None = None
     embedding_picos_per_token: int | None = None
     request_picos: int | None = None
+    replica_hour_picos: int | None = None
     withdrawn: bool = False
     effective_at: datetime | None = None
 
@@ -81,6 +85,7 @@ class ResaleTerms:
             "markup_milli": (MULTIPLIER_MAX_MILLI, "thousandths of the cost: 1250 adds a quarter"),
             **dict.fromkeys(RATES, (PRICE_MAX_PICOS, "picos")),
             "request_picos": (REQUEST_MAX_PICOS, "picos"),
+            "replica_hour_picos": (REPLICA_HOUR_MAX_PICOS, "picos"),
         }
         given = {name: each for name in maxima if (each := getattr(self, name)) is not None}
         if self.model:
@@ -92,9 +97,7 @@ class ResaleTerms:
         if self.withdrawn and given:
             raise InvalidValue("withdrawn", f"ends the price: leave out {next(iter(given))}")
         if not self.withdrawn and not given:
-            raise InvalidValue(
-                "markup_milli", "is required, unless a price per token or per request is given"
-            )
+            raise InvalidValue("markup_milli", "is required, unless a price is given")
 
 
 async def set_resale_price(
@@ -107,26 +110,13 @@ async def set_resale_price(
     """
     terms.check()
     begins = await beginning(session, terms.effective_at)
-    values = values_of(ResaleTerms, terms) | {
+    values = values_of(ResaleTerms, whole_terms(terms)) | {
         "organization_id": owner.id,
-        "markup_milli": MULTIPLIER_SCALE if terms.markup_milli is None else terms.markup_milli,
-        "request_picos": terms.request_picos or 0,
         "effective_at": begins,
     }
-    if terms.withdrawn:
-        before = await session.scalar(
-            select(ResalePrice)
-            .where(
-                ResalePrice.organization_id == owner.id,
-                ResalePrice.model == terms.model,
-                ResalePrice.effective_at <= begins,
-            )
-            .order_by(ResalePrice.effective_at.desc())
-            .limit(1)
-        )
-        if before is None or before.withdrawn:
-            of = terms.model or "all models"
-            raise NotFound("resale price", f"{of} of {owner.name} at {begins.isoformat()}")
+    if terms.withdrawn and await resale_price_at(session, owner.id, terms.model, begins) is None:
+        of = terms.model or "all models"
+        raise NotFound("resale price", f"{of} of {owner.name} at {begins.isoformat()}")
     statement = insert(ResalePrice).values(values).on_conflict_do_nothing().returning(ResalePrice)
     if (price := await session.scalar(statement)) is None:
         raise AlreadyExists(
@@ -136,6 +126,52 @@ async def set_resale_price(
         )
     await record_change(session, actor, "resale_price.set", str(price.id), after=snapshot(price))
     return price
+
+
+async def resale_price_at(
+    session: AsyncSession, organization_id: uuid.UUID, model: str, at: datetime
+) -> ResalePrice | None:
+    """Find the version of a model, or of all models, that is in force at a time, if any."""
+    price = await session.scalar(
+        select(ResalePrice)
+        .where(
+            ResalePrice.organization_id == organization_id,
+            ResalePrice.model == model,
+            ResalePrice.effective_at <= at,
+        )
+        .order_by(ResalePrice.effective_at.desc())
+        .limit(1)
+    )
+    return None if price is None or price.withdrawn else price
+
+
+async def prices_in_force(
+    session: AsyncSession, organization_ids: Collection[uuid.UUID]
+) -> Sequence[ResalePrice]:
+    """List the versions in force of these organizations, by organization and model."""
+    key = ResalePrice.organization_id, ResalePrice.model
+    query = (
+        select(ResalePrice)
+        .where(
+            ResalePrice.organization_id.in_(organization_ids),
+            ResalePrice.effective_at <= func.now(),
+        )
+        .ext(distinct_on(*key))
+        .order_by(*key, ResalePrice.effective_at.desc())
+    )
+    return [each for each in await session.scalars(query) if not each.withdrawn]
+
+
+def whole_terms(terms: ResalePrice | ResaleTerms) -> ResaleTerms:
+    """Return the terms of a price with the values that terms not given have, without its time."""
+    return record_of(
+        ResaleTerms,
+        terms,
+        markup_milli=MULTIPLIER_SCALE if terms.markup_milli is None else terms.markup_milli,
+        request_picos=terms.request_picos or 0,
+        replica_hour_picos=terms.replica_hour_picos or 0,
+        effective_at=None,
+    )
 
 
 async def get_resale_price(session: AsyncSession, version: int) -> ResalePrice:

@@ -176,6 +176,52 @@ HOLD_CHECKS = (
         ),
     ),
     Check(
+        "keys-have-the-limits-of-their-group",
+        "A key has a limit, with the same terms, from each selector of its group, unless it has one"
+        " of its own instead; and no other limit from a selector.",
+        violations_sql(
+            "concat('key ', key_id, ' and selector ', selector_id)",
+            """
+            SELECT *
+            FROM (
+                SELECT k.id AS key_id, s.id AS selector_id, s.limit_value, s.alert_at,
+                       true AS is_due
+                FROM quotas s
+                JOIN projects p ON s.subject_id IN (p.id, p.organization_id)
+                JOIN api_keys k
+                    ON k.project_id = p.id AND s.for_each = concat('key:', k."group")
+                WHERE s.for_each <> ''
+                  AND s.deleted_at IS NULL
+                  AND k.revoked_at IS NULL
+                  AND NOT EXISTS (
+                      SELECT
+                      FROM quotas o
+                      WHERE o.subject_id = k.id
+                        AND o.selector_id IS NULL
+                        AND o.deleted_at IS NULL
+                        AND (o.model, o.dimension) = (s.model, s.dimension)
+                  )
+            ) AS due
+            FULL JOIN (
+                SELECT q.subject_id AS key_id, q.selector_id, q.limit_value AS given_value,
+                       q.alert_at AS given_alert_at, true AS is_given
+                FROM quotas q
+                JOIN api_keys k ON k.id = q.subject_id
+                WHERE q.selector_id IS NOT NULL
+                  AND q.deleted_at IS NULL
+                  AND k.revoked_at IS NULL
+            ) AS given USING (key_id, selector_id)
+            """,
+            {
+                "is_given IS NULL": "'is in the group without its limit'",
+                "is_due IS NULL": "'has its limit without being in the group'",
+                "(limit_value, alert_at) <> (given_value, given_alert_at)": (
+                    "concat('has a limit of ', given_value, ', and the selector ', limit_value)"
+                ),
+            },
+        ),
+    ),
+    Check(
         "erased-subjects-have-no-limits",
         "No limit is in force for an end user or label value that was erased.",
         """

@@ -48,6 +48,8 @@ TRIGGERS = {f"{table}_append_only": "refuse_change" for table in APPEND_ONLY.spl
     "quotas_update_recorded": "quotas_update_recorded",
     "receipt_chains_no_delete": "refuse_change",
     "receipt_chains_only_forward": "refuse_chain_rewind",
+    "replica_rentals_keep_terms": "replica_rental_keeps_terms",
+    "replica_rentals_no_delete": "refuse_deletion",
     "retired_months_no_delete": "refuse_deletion",
     "stripe_events_restrict_update": "stripe_event_keeps_payload",
     "stripe_late_items_restrict_update": "stripe_late_item_keeps_amount",

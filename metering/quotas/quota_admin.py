@@ -55,6 +55,8 @@ from metering.quotas.quota_rules import (
 from metering.quotas.quota_states import states, weights_of
 from metering.store.db import Sessions, database_now
 from metering.tenants.api_keys import find_api_key
+from metering.tenants.key_groups import FOR_KEYS, align_group_limits, lock_groups
+from metering.tenants.key_terms import checked_group
 from metering.tenants.tenants import as_uuid, find_organization, find_project
 from metering.tenants.usage_subjects import (
     checked_end_user,
@@ -120,8 +122,8 @@ NO_OVERRIDE: dict[str, object] = {
 }
 SETTABLE = tuple(each for each in QuotaDimension if each is not QuotaDimension.PREPAID_CREDIT_PICOS)
 OF_SELECTOR = (
-    "this limit comes from a selector: change the selector, or set a limit of this end user or"
-    " label value, which then applies instead"
+    "this limit comes from a selector: change the selector, or set a limit of this end user, label"
+    " value or key, which then applies instead"
 )
 OF_CREDIT = (
     "prepaid credit cannot be set as a limit: grant credit, or make the organization no longer"
@@ -146,13 +148,15 @@ async def set_quota(
     but is copied to each key created under it from then on. A new limit includes the past usage of
     its window, counted now or, if the list `later` is given, by a `recount` at the end of the
     transaction. With `for_each` the limit is a selector; with `end_user` or `label` it is one of
-    that usage subject, and wins over the selector that would give it one. A temporary override that
-    does not exceed the new limit ends. Raises: NotFound, InvalidValue.
+    that usage subject, and wins over the selector that would give it one, as does that of a key. A
+    temporary override that does not exceed the new limit ends. Raises: NotFound, InvalidValue.
     """
     if key.dimension is QuotaDimension.PREPAID_CREDIT_PICOS:
         raise InvalidValue("dimension", OF_CREDIT)
     check_key(key, subject)
     subject_id, organization_id = await find_subject(session, subject, subject_ref)
+    if concerns_groups := _concerns_groups(key, subject):
+        await lock_groups(session, organization_id)
     await lock_subject(session, subject, subject_id)
     identity, is_unused = await _identity(session, key, subject, subject_id, organization_id)
     selector = aliased(Quota)
@@ -192,15 +196,19 @@ async def set_quota(
             values |= NO_OVERRIDE
         quota = await _update(session, old.id, values)
     after = snapshot(quota)
-    if not key.for_new_keys and (
-        not is_unused if weights_before is None else weights_of(quota) != weights_before
-    ):
-        if later is None:
-            await recount(session, [(quota, organization_id)])
-        else:
-            later.append((quota, organization_id))
     if before != after:
         await record_change(session, actor, "quota.set", str(quota.id), before=before, after=after)
+    uncounted: list[Uncounted] = []
+    if (
+        not key.for_new_keys
+        and not key.for_each.startswith(FOR_KEYS)
+        and (not is_unused if weights_before is None else weights_of(quota) != weights_before)
+    ):
+        uncounted.append((quota, organization_id))
+    if concerns_groups:
+        aligned = await align_group_limits(session, organization_id, actor)
+        uncounted += [(each, organization_id) for each in aligned]
+    await _count(session, uncounted, later)
     return await _state(session, quota.id)
 
 
@@ -248,19 +256,25 @@ async def override_quota(
             "override_reason": reason.strip(),
         }
     await change_quota(session, quota, values, action="quota.override", actor=actor)
+    if quota.for_each.startswith(FOR_KEYS):
+        await align_group_limits(session, await _organization_of(session, quota), actor)
     return await _state(session, quota.id)
 
 
-async def delete_quota(session: AsyncSession, *, quota_id: str, actor: str) -> None:
-    """Remove one limit, even for running requests. Raises: NotFound."""
-    await retire_quota(session, await _existing(session, quota_id), actor)
+async def delete_quota(
+    session: AsyncSession, *, quota_id: str, actor: str, later: list[Uncounted] | None = None
+) -> None:
+    """Remove one limit, even for running requests; `later` as in `set_quota`. Raises: NotFound."""
+    await retire_quota(session, await _existing(session, quota_id), actor, later)
 
 
-async def retire_quota(session: AsyncSession, quota: Quota, actor: str) -> None:
+async def retire_quota(
+    session: AsyncSession, quota: Quota, actor: str, later: list[Uncounted] | None = None
+) -> None:
     """Mark a quota as deleted. Its row is kept for the holds charged to it.
 
-    A limit of a usage subject that a selector also concerns becomes one of the selector, and keeps
-    its usage. The limits of a deleted selector end with it.
+    A limit of a usage subject or key that a selector also concerns becomes one of the selector, and
+    keeps its usage. The limits of a deleted selector end with it.
     """
     if quota.selector_id is not None:
         raise InvalidValue("quota_id", OF_SELECTOR)
@@ -273,8 +287,37 @@ async def retire_quota(session: AsyncSession, quota: Quota, actor: str) -> None:
     weights = weights_of(quota)
     changed = await _update(session, quota.id, values)
     await record_change(session, actor, "quota.delete", str(quota.id), before=before)
+    uncounted: list[Uncounted] = []
     if selector is not None and organization_id is not None and weights_of(selector) != weights:
-        await recount(session, [(changed, organization_id)])
+        uncounted.append((changed, organization_id))
+    if _concerns_groups(quota, quota.subject):
+        owner_id = await _organization_of(session, quota)
+        aligned = await align_group_limits(session, owner_id, actor)
+        uncounted += [(each, owner_id) for each in aligned]
+    await _count(session, uncounted, later)
+
+
+def _concerns_groups(quota: Quota | QuotaKey, subject: str) -> bool:
+    """Return whether a limit is of a key or for each key of a group."""
+    return subject == QuotaSubject.API_KEY or quota.for_each.startswith(FOR_KEYS)
+
+
+async def _count(
+    session: AsyncSession, uncounted: list[Uncounted], later: list[Uncounted] | None
+) -> None:
+    """Count past usage now or, if the list `later` is given, at the end of the transaction."""
+    if later is None:
+        await recount(session, uncounted)
+    else:
+        later += uncounted
+
+
+async def _organization_of(session: AsyncSession, quota: Quota) -> uuid.UUID:
+    """Find the organization of a limit on an organization, project or key."""
+    if quota.subject == QuotaSubject.ORGANIZATION:
+        return quota.subject_id
+    subject = QuotaSubject(quota.subject)
+    return (await find_subject(session, subject, str(quota.subject_id)))[1]
 
 
 async def _selector_for(
@@ -357,9 +400,14 @@ def check_key(key: QuotaKey, subject: QuotaSubject) -> None:
         raise InvalidValue(given[1], f"cannot be combined with {given[0]}: leave one of them out")
     if given and subject not in (QuotaSubject.ORGANIZATION, QuotaSubject.PROJECT):
         raise InvalidValue(given[0], "must be set on an organization or a project, not on a key")
-    if key.for_each and key.for_each != FOR_END_USERS:
+    if key.for_each.startswith(FOR_KEYS):
+        checked_group(key.for_each.removeprefix(FOR_KEYS), "for_each")
+    elif key.for_each and key.for_each != FOR_END_USERS:
         if not key.for_each.startswith(FOR_LABEL):
-            raise InvalidValue("for_each", "must be end_user, or label:KEY such as label:team")
+            raise InvalidValue(
+                "for_each",
+                "must be end_user, label:KEY such as label:team, or key:GROUP such as key:free",
+            )
         checked_label_key(key.for_each.removeprefix(FOR_LABEL), "for_each")
     if key.model:
         checked_model(key.model)
@@ -512,6 +560,8 @@ async def _existing(session: AsyncSession, quota_id: str) -> Quota:
     if quota.dimension == QuotaDimension.PREPAID_CREDIT_PICOS:
         raise InvalidValue("quota_id", OF_CREDIT)
     if quota.within_id is None:
+        if _concerns_groups(quota, quota.subject):
+            await lock_groups(session, await _organization_of(session, quota))
         await lock_subject(session, QuotaSubject(quota.subject), quota.subject_id)
     else:
         for scope in (QuotaSubject.ORGANIZATION, QuotaSubject.PROJECT):

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import delete, func, or_, select, text
+from sqlalchemy import ARRAY, Uuid, any_, delete, func, literal, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.models import (
@@ -504,14 +504,16 @@ class Share:
 async def recount(session: AsyncSession, uncounted: Sequence[Uncounted]) -> None:
     """Rewrite the counters of quotas, delete past ones, and charge live holds to the quotas.
 
-    Admissions are blocked until the transaction ends: call it last, once for all quotas.
+    Admissions are blocked until the transaction ends: call it last, once for all quotas. One that
+    is listed twice is counted once, and one that the transaction has removed is not.
     """
-    if not uncounted:
+    owners = {quota: owner for quota, owner in uncounted if quota.deleted_at is None}
+    if not owners:
         return
-    labels = await _labels_of(session, [quota for quota, _ in uncounted])
+    labels = await _labels_of(session, list(owners))
     recounts = [
         Recount(number, quota, organization_id, labels.get(quota.id))
-        for number, (quota, organization_id) in enumerate(uncounted)
+        for number, (quota, organization_id) in enumerate(owners.items())
     ]
     await session.execute(text(f"SET LOCAL statement_timeout = {EARLY_TIMEOUT_MS}"))
     await session.execute(text(f"SELECT pg_advisory_xact_lock_shared({CHECKPOINT_LOCK})"))
@@ -559,10 +561,10 @@ async def _find_live(session: AsyncSession, recounts: Sequence[Recount], *, lock
     by_subject: defaultdict[uuid.UUID, list[Recount]] = defaultdict(list)
     for each in recounts:
         by_subject[each.scope_id].append(each)
-    subject_ids = list(by_subject)
+    subject_ids = any_(literal(list(by_subject), ARRAY(Uuid())))  # of any number
     of_subjects = or_(
         *(
-            column.in_(subject_ids)
+            column == subject_ids
             for column in (Hold.organization_id, Hold.project_id, Hold.api_key_id)
         )
     )

@@ -36,7 +36,8 @@ USED_MAX = 2**63 - 1  # what the column holds: some nine million units of money
 
 WEIGHT_SCALE = 1000  # weights are thousandths
 
-# `for_each` of a selector: each end user, or each value of the label after the prefix.
+# `for_each` of a selector: each end user, or each value of the label after the prefix. That of keys
+# is `key_groups.FOR_KEYS`.
 FOR_END_USERS, FOR_LABEL = "end_user", "label:"
 
 # A quota's id as a number, and the start of a window. UUIDs hash and compare in Python, at ten
@@ -308,7 +309,7 @@ class QuotaRule:
     A rule of an end user or label value counts requests within `within_id`; its `selector_id` is
     None if it has terms of its own. `subject_name` is the end user, or `KEY=VALUE`. `scope_name` is
     the project within which it counts, empty for the organization. With `for_each` the rule is a
-    selector, which charges nothing itself.
+    selector, which charges nothing itself. `group` is the group by which a key has the limit.
     """
 
     id: uuid.UUID
@@ -327,6 +328,7 @@ class QuotaRule:
     window_minutes: int = 0
     subject_name: str = ""
     scope_name: str = ""
+    group: str = ""
     number: int = field(init=False, compare=False, repr=False)  # first part of its counter keys
     window: int = field(init=False, compare=False, repr=False)  # `window_number`
     kind: Kind = field(init=False, compare=False, repr=False)

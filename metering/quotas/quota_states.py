@@ -52,6 +52,7 @@ from metering.quotas.quota_rules import (
     Weights,
     window_starts,
 )
+from metering.tenants.key_groups import FOR_KEYS
 from metering.tenants.tenants import as_uuid, find_organization
 
 LATEST = datetime.max.replace(tzinfo=UTC)
@@ -446,6 +447,9 @@ def _state(
         selector_id=quota.selector_id,
         subject_name=names.get(quota.subject_id, "") if quota.within_id else "",
         scope_name=scope.partition("/")[2] if quota.within_id or quota.for_each else "",
+        group=selector.for_each.removeprefix(FOR_KEYS)
+        if selector and quota.subject == QuotaSubject.API_KEY
+        else "",
     )
     return QuotaState(
         rule,

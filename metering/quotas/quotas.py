@@ -87,6 +87,8 @@ def subject_text(state: QuotaState) -> str:
         QuotaSubject.LABEL: "Label",
     }
     name = names.get(state.subject, "This API key")
+    if state.rule.group:
+        return f"{name} of group {state.rule.group}"
     if state.rule.within_id is None:
         return name
     scope = state.rule.scope_name

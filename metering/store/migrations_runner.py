@@ -74,6 +74,7 @@ UPDATED = frozenset(
         "quotas",
         "receipt_chains",
         "replica_drains",
+        "replica_rentals",
         "stripe_events",
         "stripe_invoices",
         "stripe_late_items",

@@ -42,6 +42,7 @@ from metering.tenants.authentication import (
     new_secret,
     prefix_of,
 )
+from metering.tenants.key_groups import align_group_limits, lock_groups
 from metering.tenants.key_terms import DEFAULT_TERMS, KeyTerms, checked_terms
 from metering.tenants.tenants import as_uuid, find_organization, find_project, record_creation
 
@@ -104,10 +105,12 @@ async def create_api_key(
 ) -> tuple[KeyRecord, str]:
     """Create a key. Returns it with its secret, which cannot be read again.
 
-    It gets the limits that its project and organization define for new keys. Raises: NotFound,
-    InvalidValue.
+    It gets the limits that its project and organization define for new keys, and those of its
+    group. Raises: NotFound, InvalidValue.
     """
     owner = await find_project(session, project, organization=organization)
+    if terms.group:
+        await lock_groups(session, owner.organization_id)
     expires_at = None if lifetime is None else func.now() + _checked_lifetime(lifetime)
     values = checked_terms(terms) | {
         "project_id": owner.id,
@@ -133,6 +136,8 @@ async def create_api_key(
         organization_id=owner.organization_id,
         actor=actor,
     )
+    if terms.group:  # the new limits have no usage to count
+        await align_group_limits(session, owner.organization_id, actor)
     return await find_api_key(session, str(key.id)), secret
 
 
@@ -183,18 +188,23 @@ async def update_api_key(
     expires_at: datetime | None = None,
     never_expires: bool = False,
     actor: str,
+    uncounted: list[tuple[Quota, uuid.UUID]] | None = None,
 ) -> KeyRecord:
     """Change the given attributes of a key, found by id or prefix; others stay.
 
     `terms` maps the present terms to the new ones. A past `expires_at` refuses new requests from
     now on. Every process checks the key again at once and cancels its requests from networks no
-    longer allowed. Raises: NotFound, InvalidValue, KeyRevoked.
+    longer allowed. The limits of a new group are added to `uncounted`, with the organization: the
+    caller counts their past usage (`quotas/quota_recount.py`) at the end of the transaction.
+    Raises: NotFound, InvalidValue, KeyRevoked.
     """
     if never_expires and expires_at is not None:
         raise InvalidValue("never_expires", "set either a time or never_expires, not both")
     if expires_at is not None and not EXPIRY_MIN <= expires_at <= EXPIRY_MAX:
         raise InvalidValue("expire_time", f"must be a time from {EXPIRY_MIN:%Y} to {EXPIRY_MAX:%Y}")
     record = await find_api_key(session, api_key)
+    if terms is not None:
+        await lock_groups(session, record.organization_id)
     key = await _changeable(session, record)
     requested: dict[str, object] = {
         "name": key.name if name is None else checked_key_name(name),
@@ -208,6 +218,11 @@ async def update_api_key(
     changed = await change_key(session, key, actor, "api_key.update", **values)
     if values.keys() - {"name"}:
         await recheck_key(session, key.id, changed.allowed_networks)
+    if "group" in values:
+        aligned = await align_group_limits(session, record.organization_id, actor)
+        assert uncounted is not None or not aligned, "limits of a group count past usage"
+        if uncounted is not None:
+            uncounted += [(each, record.organization_id) for each in aligned]
     return await find_api_key(session, str(key.id))
 
 

@@ -18,6 +18,7 @@ MODELS_PER_KEY_MAX = 100  # a key for more models should rather be unrestricted
 SCOPES = frozenset({"inference", "admin", "billing"})
 # Per request: above any context window, and far below the column's maximum.
 TOKENS_MAX = 1_000_000_000
+GROUP_MAX_CHARS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class KeyTerms:
     """Terms of a key, by the columns of `ApiKey`. The defaults allow inference without limits.
 
     Empty `models` and `allowed_networks` allow all. The token limits are per request, all choices
-    together; None means the model's own limit.
+    together; None means the model's own limit. An empty `group` is none.
     """
 
     scopes: tuple[str, ...] = ("inference",)
@@ -34,6 +35,7 @@ class KeyTerms:
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
     strict_parameters: bool = False
+    group: str = ""
 
 
 DEFAULT_TERMS = KeyTerms()
@@ -47,6 +49,7 @@ def checked_terms(terms: KeyTerms) -> dict[str, object]:
         "allowed_networks": checked_networks(terms.allowed_networks),
         "max_input_tokens": checked_bound(terms.max_input_tokens, "max_input_tokens"),
         "max_output_tokens": checked_bound(terms.max_output_tokens, "max_output_tokens"),
+        "group": checked_group(terms.group) if terms.group else "",
     }
 
 
@@ -77,3 +80,14 @@ def checked_bound(token_count: int | None, field: str) -> int | None:
             field, f"must be 1 to {TOKENS_MAX:,} tokens, or 0 for no limit of the key"
         )
     return token_count or None
+
+
+def checked_group(group: str, field: str = "group") -> str:
+    """Validate the name of a group of keys and return it unchanged. Raises: InvalidValue."""
+    if not 1 <= len(group) <= GROUP_MAX_CHARS or not group.isprintable() or group != group.strip():
+        raise InvalidValue(
+            field,
+            f"a group must have 1 to {GROUP_MAX_CHARS} printable characters, without a space at"
+            f" either end, got {group[: GROUP_MAX_CHARS + 1]!r}",
+        )
+    return group

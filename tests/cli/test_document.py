@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weir.v1 import configuration_pb2
 from weir_cli import yaml_files
-from weir_cli.document import KEY, QUOTA, read_document, write_document
+from weir_cli.document import (
+    KEY,
+    ORGANIZATION,
+    QUOTA,
+    RESALE_PRICE,
+    read_document,
+    write_document,
+)
 from weir_cli.document_fields import Section
 
 GOOD = """\
@@ -278,6 +285,7 @@ keys = st.fixed_dictionaries(
         ),
         "models": st.lists(st.sampled_from(["demo", "large@2"]), unique=True, min_size=1),
         "strict_parameters": st.just(True),
+        "group": st.sampled_from(["free", "no", "10", "é à"]),
         "expire_time": times,
         "quotas": st.lists(quotas, min_size=1, max_size=2),
     },
@@ -285,9 +293,21 @@ keys = st.fixed_dictionaries(
 projects = st.fixed_dictionaries(
     {"name": names}, optional={"keys": st.lists(keys, min_size=1, max_size=2)}
 )
+resale_prices = st.fixed_dictionaries(
+    {},
+    optional={
+        "model": st.just("demo"),
+        "markup_milli": st.integers(0, 10**6),
+        "output_picos_per_token": picos,
+        "request_picos": picos,
+        "replica_hour_picos": st.integers(0, 10**17),
+        "effective_time": times,
+    },
+)
 organizations = st.fixed_dictionaries(
     {"name": names, "currency_code": st.sampled_from(["EUR", "USD"])},
     optional={
+        "resale_prices": st.lists(resale_prices, min_size=1, max_size=3),
         "quotas": st.lists(quotas, min_size=1, max_size=3),
         "projects": st.lists(projects, min_size=1, max_size=2),
     },
@@ -321,9 +341,14 @@ def test_a_written_document_reads_back_unchanged(configuration: dict[str, Any]) 
 
 @pytest.mark.parametrize(
     ("section", "message"),
-    [(QUOTA, configuration_pb2.QuotaConfiguration), (KEY, configuration_pb2.ApiKeyConfiguration)],
+    [
+        (QUOTA, configuration_pb2.QuotaConfiguration),
+        (KEY, configuration_pb2.ApiKeyConfiguration),
+        (RESALE_PRICE, configuration_pb2.ResalePriceConfiguration),
+        (ORGANIZATION, configuration_pb2.OrganizationConfiguration),
+    ],
 )
-def test_every_attribute_of_a_limit_and_of_a_key_in_the_contract_has_its_line_in_the_table(
+def test_every_attribute_of_an_object_in_the_contract_has_its_line_in_the_table(
     section: Section, message: type[Message]
 ) -> None:
     """An export would lose a new attribute that files cannot express."""

@@ -513,3 +513,33 @@ async def test_waiting_for_a_configuration_has_a_reason(service: Service, admin:
         assert refusal.retry_after_s == 5.0
         assert "Another configuration is being applied" in refusal.status.message
     await admin.apply()
+
+
+async def test_resale_prices_and_groups_are_applied_exported_and_pruned(admin: Admin) -> None:
+    wanted = team(unique())
+    wanted["resale_prices"] = [
+        {"markup_milli": "1250"},
+        {"model": MODEL, "markup_milli": "1000", "replica_hour_picos": "4000000000000"},
+    ]
+    wanted["projects"][0]["keys"][0]["group"] = "free"
+    wanted["quotas"].append(
+        {"dimension": "QUOTA_DIMENSION_REQUESTS_PER_DAY", "for_each": "key:free", "limit_value": 7}
+    )
+    first = await admin.apply(wanted)
+    exported = await admin.export(wanted["name"])
+    again = await admin.apply(exported)
+    wanted["resale_prices"] = [{"markup_milli": "1500"}]
+    kept = await admin.apply(wanted)
+    pruned = await admin.apply(wanted | {"prune_resale_prices": True})
+
+    name = wanted["name"]
+    kinds = [(each.kind, each.path) for each in first.changes]
+    assert kinds[1:3] == [
+        ("resale_price", f"all models of {name}"),
+        ("resale_price", f"{MODEL} of {name}"),
+    ]
+    assert not [*again.changes, *again.kept, *again.violations]
+    assert exported["projects"][0]["keys"][0]["group"] == "free"
+    assert [fields_of(each) for each in kept.changes] == [{"markup_milli": (1250, 1500)}]
+    assert [each.path for each in kept.kept] == [f"{MODEL} of {name}"]
+    assert [each.path for each in pruned.changes] == [f"{MODEL} of {name}"]

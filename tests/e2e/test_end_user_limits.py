@@ -426,3 +426,34 @@ async def test_a_configuration_states_all_three_and_finds_nothing_to_change(admi
         "ApplyConfiguration", configuration=applied({"end_user": " a", "limit_value": 1})
     )
     assert [each.field for each in wrong.violations] == ["organizations[0].quotas[0].end_user"]
+
+
+async def test_each_key_of_a_group_has_a_limit_that_names_the_group(admin: Admin) -> None:
+    created = await admin.call(
+        "CreateApiKey", organization=admin.tenant.name, project="main", name="free", group="free"
+    )
+    key = created.api_key
+    selector = await admin.set(1, for_each="key:free")
+    assert (key.group, selector.for_each) == ("free", "key:free")
+
+    with connect(admin.service, created.secret) as client:
+        client.chat.completions.create(**CHAT)
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.chat.completions.create(**CHAT)
+    assert "This API key of group free may make 1 request per minute" in str(refused.value)
+    async with calls(admin.service, created.secret) as call:
+        found = await call("GetQuota")
+    assert [(each.group, each.remaining_value) for each in found.quotas] == [("free", 0)]
+    assert found.restrictions.group == "free"
+    assert await admin.end() is None, "another key of the customer is in no group"
+
+    await admin.call("UpdateApiKey", api_key=key.prefix, group="")
+    with connect(admin.service, created.secret) as client:
+        client.chat.completions.create(**CHAT)
+    listed = (await admin.call("ListQuotas", organization=admin.tenant.name)).quotas
+    assert [(each.for_each, each.group) for each in listed] == [("key:free", "")]
+    await admin.call("UpdateApiKey", api_key=key.prefix, group="free")
+    [given] = (await admin.call("ListQuotas", api_key=key.prefix)).quotas
+    assert (given.used_value, given.selector_id) == (2, selector.quota_id)
+    refusal = await admin.call.refused("DeleteQuota", quota_id=given.quota_id)
+    assert refusal.fields == ["quota_id"]

@@ -82,6 +82,7 @@ COMMON = {
     "text": "x",
     "prefix": "",
     "for_each": "",
+    "group": "free",
     "label_key": "",
     "tag_label_keys": "team",
 }

@@ -8,7 +8,7 @@ import io
 import json
 import uuid
 from collections.abc import Callable, Coroutine
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from tests.service import Service, Tenant
 
 OCTOBER = datetime(2025, 10, 10, 12, tzinfo=UTC)
 MODEL_PICOS = 150_000
+HOUR = timedelta(hours=1)
 Weir = Callable[..., Coroutine[Any, Any, str]]
 
 
@@ -157,3 +158,51 @@ async def test_a_customer_sets_its_own_prices_only(
     async with AsyncBillingClient(service.address, reseller.secret, tls=False) as client:
         with pytest.raises(PermissionDenied):
             await client.set_resale_price(markup_milli=1_000)
+
+
+async def test_rentals_of_replicas_through_the_command_line(
+    service: Service, reseller: Tenant, weir: Weir
+) -> None:
+    org = ("--org", reseller.name)
+    start = datetime.now(UTC).replace(microsecond=0) + timedelta(minutes=1)
+    begins, ends = f"{start:%Y-%m-%dT%H:%M:%SZ}", f"{start + HOUR:%Y-%m-%dT%H:%M:%SZ}"
+    rent = ("resale", "rental", "start", "ada", "demo", *org)
+
+    unpriced = await weir(*rent, status=1)
+    await weir("resale", "price", "set", *org, "--markup", "1.5", "--replica-hour", "4.00")
+    made = json.loads(await weir(*rent, "--replicas", "2", "--from", begins, "--json"))
+    again = await weir(*rent, "--from", begins, status=1)
+    ended = await weir("resale", "rental", "end", str(made["rental_id"]), "--at", ends, *org)
+    listed = json.loads(await weir("resale", "rental", "list", *org, "--json"))
+    prices = await weir("resale", "price", "list", *org)
+    past = await weir(*rent, "--from", "1999-01-01", status=1)
+
+    assert "price per hour" in unpriced
+    assert (made["replica_count"], made["end_time"]) == (2, None)
+    assert "already exists for this end user and model" in again
+    assert "open: end it first" in again
+    assert ends[11:-1] in ended
+    assert [(each["end_user"], each["end_time"]) for each in listed] == [("ada", ends)]
+    assert "4.00" in prices
+    assert "start_time: must be a time from 2000 to 2200" in past
+    _, key = await service.new_key(reseller, "billing")
+    other = await service.tenant()
+    _, foreign = await service.new_key(other, "billing")
+    async with AsyncBillingClient(service.address, key, tls=False) as client:
+        request_id = str(uuid.uuid4())
+        first, second = [
+            await client.rent_replicas(
+                "bob", "demo", 1, request_id=request_id, start_time=start, end_time=start + HOUR
+            )
+            for _ in "12"
+        ]
+        assert first == second
+        found = [each async for each in client.list_replica_rentals("bob")]
+        assert found == [first]
+        with pytest.raises(InvalidRequest) as refused:
+            await client.rent_replicas("carol", "demo", 0)
+        assert [each.field for each in refused.value.field_violations] == ["replica_count"]
+    async with AsyncBillingClient(service.address, foreign, tls=False) as client:
+        with pytest.raises(NotFound):
+            await client.end_replica_rental(first.rental_id)
+        assert [each async for each in client.list_replica_rentals()] == []

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import uuid
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit, Admitted, Ended, Extend, Renew, Void
 from metering.proof.check import Moment
 from metering.quotas.quota_admin import delete_quota, set_quota
+from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import Payer, QuotaState
 from metering.quotas.quota_states import (
     effective,
@@ -33,6 +35,7 @@ from metering.quotas.quota_states import (
 from metering.quotas.quotas import QuotaExceeded
 from metering.quotas.quoting import quote
 from metering.store.db import Sessions
+from metering.tenants.api_keys import update_api_key
 from metering.tenants.usage_subjects import (
     NOBODY,
     archive_idle,
@@ -49,6 +52,7 @@ CONCURRENT = QuotaDimension.CONCURRENT_REQUESTS
 PER_MINUTE = QuotaDimension.REQUESTS_PER_MINUTE
 PER_DAY = QuotaDimension.TOKENS_PER_DAY
 SPENT_MONTHLY = QuotaDimension.COST_PICOS_PER_MONTH
+GROUPS = "free", "paid"
 SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2,3").split(",")]
 
 
@@ -59,14 +63,22 @@ async def limit(
     limit_value: int,
     *,
     on_project: bool = True,
+    on_key: bool = False,
     **key: Any,
 ) -> QuotaState:
-    """Set a limit within the payer's project or organization."""
+    """Set a limit within the payer's project or organization, or on its key."""
+    subject, subject_id = (
+        (QuotaSubject.API_KEY, payer.api_key_id)
+        if on_key
+        else (QuotaSubject.PROJECT, payer.project_id)
+        if on_project
+        else (QuotaSubject.ORGANIZATION, payer.organization_id)
+    )
     async with sessions.begin() as session:
         return await set_quota(
             session,
-            subject=QuotaSubject.PROJECT if on_project else QuotaSubject.ORGANIZATION,
-            subject_ref=str(payer.project_id if on_project else payer.organization_id),
+            subject=subject,
+            subject_ref=str(subject_id),
             key=QuotaKey(dimension, **key),
             terms=QuotaTerms(limit_value),
             actor="test",
@@ -372,6 +384,8 @@ async def change_limits(
             {"for_each": "label:team"},
             {"end_user": chance.choice("abc")},
             {"label": f"team={chance.choice('xy')}"},
+            {"for_each": f"key:{chance.choice(GROUPS)}"},
+            {"on_key": True},
         ]
     )
     dimension = chance.choice([CONCURRENT, PER_MINUTE, PER_DAY, SPENT_MONTHLY])
@@ -382,20 +396,35 @@ async def change_limits(
     return state.quota_id
 
 
+async def change_group(chance: random.Random, sessions: Sessions, payer: Payer) -> None:
+    """Put the payer's key into a random group, or into none."""
+    uncounted: list[Uncounted] = []
+    async with sessions.begin() as session:
+        await update_api_key(
+            session,
+            api_key=str(payer.api_key_id),
+            terms=partial(replace, group=chance.choice(["", *GROUPS])),
+            actor="test",
+            uncounted=uncounted,
+        )
+        await recount(session, uncounted)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_random_operations_keep_every_limit_and_counter(
     world: HoldWorld, sessions: Sessions, seed: int
 ) -> None:
-    chance, payer = random.Random(seed), world.tenant()
+    chance, first = random.Random(seed), world.tenant()
+    payers = [first, *(replace(first, api_key_id=world.key(first.project_id)) for _ in "12")]
     limits: list[uuid.UUID] = []
     changed: set[uuid.UUID] = set()
     stores = [connection(world, end_users_max=3) for _ in range(3)]
     live: list[tuple[HoldConnection, uuid.UUID]] = []
     try:
         for step in range(70):
-            holds = chance.choice(stores)
+            holds, payer = chance.choice(stores), chance.choice(payers)
             match chance.choice(
-                ["admit"] * 5 + ["settle"] * 3 + ["void", "extend", "limit", "day"]
+                ["admit"] * 5 + ["settle"] * 3 + ["void", "extend", "limit", "group", "day"]
             ):
                 case "admit":
                     labels = {"team": chance.choice("xy")} if chance.random() < 0.5 else {}
@@ -429,6 +458,10 @@ async def test_random_operations_keep_every_limit_and_counter(
                                 "SELECT id FROM quotas WHERE selector_id = ANY(%s)", [*changed]
                             )
                         }
+                case "group":
+                    await change_group(chance, sessions, payer)
+                    of_keys = "SELECT id FROM quotas WHERE selector_id IS NOT NULL"
+                    changed |= {row[0] for row in world.rows(f"{of_keys} AND within_id IS NULL")}
                 case "day":
                     world.advance(chance.choice([30, 3600, 86400]))
                     async with sessions.begin() as session:

@@ -62,6 +62,7 @@ PAGED = {
     "list_alerts": "_alert_pages",
     "list_end_users": "_end_user_pages",
     "list_resale_prices": "_resale_price_pages",
+    "list_replica_rentals": "_replica_rental_pages",
     "list_resale_statements": "_resale_statement_pages",
 }
 # Calls and arguments of administrators that only one client has.

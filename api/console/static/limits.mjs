@@ -39,15 +39,11 @@ export const limits = {
 };
 
 const owner = column("Set on", (each) => [
-  each.forNewKeys ? "new keys of " : each.forEach ? `each ${eachWords(each.forEach)} of ` : "", words(each.subject, "QUOTA_SUBJECT_"), h("br"),
+  each.forNewKeys ? "new keys of " : "", eachOf(each), words(each.subject, "QUOTA_SUBJECT_"), h("br"),
   h("span", { class: "note" }, h("bdi", { class: "name" }, each.subjectName ?? ""), each.withinName && ` of ${plain(each.withinName)}`)]);
 
 // A selector limits nothing itself: it has terms, and nothing used.
 const counted = (each, shown) => (each.forEach ? "" : shown());
-
-function eachWords(forEach) {
-  return forEach === "end_user" ? "end user" : plain(forEach.replace(":", " "));
-}
 
 // Columns of limits, with the one that says whom they concern.
 export const limitColumns = (currency, whose = owner) => [
@@ -67,8 +63,17 @@ function unitOf(dimension, currency) {
   return /REQUESTS/.test(dimension) ? "requests" : "tokens";
 }
 
+// What a selector gives its limit to, such as "each key of group free of ".
+function eachOf(quota) {
+  if (!quota.forEach) return "";
+  const [kind, ...name] = quota.forEach.split(":");
+  if (kind === "end_user") return "each end user of ";
+  return kind === "key" ? `each key of group ${name.join(":")} of ` : `each ${kind} ${name.join(":")} of `;
+}
+
 function remarksOf(each) {
   const remarks = [];
+  if (each.group) remarks.push(badge(`by group ${each.group}`));
   if (each.binding) remarks.push(badge("most restrictive", "warning"));
   if (each.narrowedByQuotaId) remarks.push(badge("ineffective: a higher-level limit is lower"));
   if (each.selectorId) remarks.push(badge("by selector"));

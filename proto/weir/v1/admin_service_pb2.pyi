@@ -125,6 +125,7 @@ class ApiKey(_message.Message):
     ORGANIZATION_NAME_FIELD_NUMBER: _builtins.int
     PROJECT_NAME_FIELD_NUMBER: _builtins.int
     STRICT_PARAMETERS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     api_key_id: _builtins.str
     """Server-generated UUID."""
     project_id: _builtins.str
@@ -151,6 +152,10 @@ class ApiKey(_message.Message):
     strict_parameters: _builtins.bool
     """Refuses unknown parameters over HTTP, as `?strict=1` does for one request; `?strict=0` does not
     relax it. False: those that cannot change the answer are ignored and named in a header.
+    """
+    group: _builtins.str
+    """Group of the key within its organization, such as "free". Limits can be set for each key of a
+    group: `SetQuotaRequest.for_each`. Empty: none.
     """
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -217,10 +222,11 @@ class ApiKey(_message.Message):
         organization_name: _builtins.str = ...,
         project_name: _builtins.str = ...,
         strict_parameters: _builtins.bool = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "overlap_end_time", b"overlap_end_time", "revoke_time", b"revoke_time", "use_tracked_since_time", b"use_tracked_since_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization_id", b"organization_id", "organization_name", b"organization_name", "overlap_end_time", b"overlap_end_time", "prefix", b"prefix", "project_id", b"project_id", "project_name", b"project_name", "revoke_time", b"revoke_time", "scopes", b"scopes", "strict_parameters", b"strict_parameters", "use_tracked_since_time", b"use_tracked_since_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "group", b"group", "last_use_time", b"last_use_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization_id", b"organization_id", "organization_name", b"organization_name", "overlap_end_time", b"overlap_end_time", "prefix", b"prefix", "project_id", b"project_id", "project_name", b"project_name", "revoke_time", b"revoke_time", "scopes", b"scopes", "strict_parameters", b"strict_parameters", "use_tracked_since_time", b"use_tracked_since_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -507,6 +513,7 @@ class CreateApiKeyRequest(_message.Message):
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     ALLOWED_NETWORKS_FIELD_NUMBER: _builtins.int
     STRICT_PARAMETERS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of the organization. Unknown: NOT_FOUND."""
     project: _builtins.str
@@ -525,6 +532,8 @@ class CreateApiKeyRequest(_message.Message):
     """See `ApiKey.max_output_tokens`: 1 to 1,000,000,000, or 0 for no limit."""
     strict_parameters: _builtins.bool
     """See `ApiKey.strict_parameters`."""
+    group: _builtins.str
+    """See `ApiKey.group`: at most 100 printable characters, without a space at either end."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """At least one of "inference", "admin", "billing". Empty: "inference"."""
@@ -556,10 +565,11 @@ class CreateApiKeyRequest(_message.Message):
         max_output_tokens: _builtins.int = ...,
         allowed_networks: _abc.Iterable[_builtins.str] | None = ...,
         strict_parameters: _builtins.bool = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lifetime", b"lifetime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_existing", b"allow_existing", "allowed_networks", b"allowed_networks", "lifetime", b"lifetime", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization", b"organization", "project", b"project", "request_id", b"request_id", "scopes", b"scopes", "strict_parameters", b"strict_parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_existing", b"allow_existing", "allowed_networks", b"allowed_networks", "group", b"group", "lifetime", b"lifetime", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization", b"organization", "project", b"project", "request_id", b"request_id", "scopes", b"scopes", "strict_parameters", b"strict_parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -683,6 +693,7 @@ class UpdateApiKeyRequest(_message.Message):
     ALLOWED_NETWORKS_FIELD_NUMBER: _builtins.int
     ALL_NETWORKS_FIELD_NUMBER: _builtins.int
     STRICT_PARAMETERS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     api_key: _builtins.str
     """Id or prefix of the key. Unknown: NOT_FOUND."""
     name: _builtins.str
@@ -703,6 +714,10 @@ class UpdateApiKeyRequest(_message.Message):
     """Allows all networks. With `allowed_networks`: INVALID_ARGUMENT."""
     strict_parameters: _builtins.bool
     """New value, see `ApiKey.strict_parameters`. Unset: unchanged."""
+    group: _builtins.str
+    """New group, see `CreateApiKeyRequest.group`; empty: none. Unset: unchanged. The limits of the
+    new group count what the key has used in the current windows.
+    """
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """New scopes. Empty: unchanged."""
@@ -737,11 +752,14 @@ class UpdateApiKeyRequest(_message.Message):
         allowed_networks: _abc.Iterable[_builtins.str] | None = ...,
         all_networks: _builtins.bool = ...,
         strict_parameters: _builtins.bool | None = ...,
+        group: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_input_tokens", b"_max_input_tokens", "_max_output_tokens", b"_max_output_tokens", "_name", b"_name", "_strict_parameters", b"_strict_parameters", "expire_time", b"expire_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "name", b"name", "strict_parameters", b"strict_parameters"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_max_input_tokens", b"_max_input_tokens", "_max_output_tokens", b"_max_output_tokens", "_name", b"_name", "_strict_parameters", b"_strict_parameters", "expire_time", b"expire_time", "group", b"group", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "name", b"name", "strict_parameters", b"strict_parameters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_input_tokens", b"_max_input_tokens", "_max_output_tokens", b"_max_output_tokens", "_name", b"_name", "_strict_parameters", b"_strict_parameters", "all_models", b"all_models", "all_networks", b"all_networks", "allowed_networks", b"allowed_networks", "api_key", b"api_key", "expire_time", b"expire_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "never_expires", b"never_expires", "scopes", b"scopes", "strict_parameters", b"strict_parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_max_input_tokens", b"_max_input_tokens", "_max_output_tokens", b"_max_output_tokens", "_name", b"_name", "_strict_parameters", b"_strict_parameters", "all_models", b"all_models", "all_networks", b"all_networks", "allowed_networks", b"allowed_networks", "api_key", b"api_key", "expire_time", b"expire_time", "group", b"group", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "never_expires", b"never_expires", "scopes", b"scopes", "strict_parameters", b"strict_parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__group: _TypeAlias = _typing.Literal["group"]  # noqa: Y015
+    _WhichOneofArgType__group: _TypeAlias = _typing.Literal["_group", b"_group"]  # noqa: Y015
     _WhichOneofReturnType__max_input_tokens: _TypeAlias = _typing.Literal["max_input_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_input_tokens: _TypeAlias = _typing.Literal["_max_input_tokens", b"_max_input_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_output_tokens: _TypeAlias = _typing.Literal["max_output_tokens"]  # noqa: Y015
@@ -750,6 +768,8 @@ class UpdateApiKeyRequest(_message.Message):
     _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
     _WhichOneofReturnType__strict_parameters: _TypeAlias = _typing.Literal["strict_parameters"]  # noqa: Y015
     _WhichOneofArgType__strict_parameters: _TypeAlias = _typing.Literal["_strict_parameters", b"_strict_parameters"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group) -> _WhichOneofReturnType__group | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_input_tokens) -> _WhichOneofReturnType__max_input_tokens | None: ...
     @_typing.overload
@@ -944,10 +964,10 @@ class SetQuotaRequest(_message.Message):
     output_weight_milli: _builtins.int
     """Thousandths that an output token counts."""
     for_each: _builtins.str
-    """The limit is a selector, "end_user" or "label:KEY": each end user, or each value of this label,
-    within the organization or project gets a limit with these terms, from its first request on.
-    Part of the limit's identity. INVALID_ARGUMENT for a key, or with `for_new_keys`, `end_user` or
-    `label`.
+    """The limit is a selector, "end_user", "label:KEY" or "key:GROUP": each end user, each value of
+    this label, or each key of this group within the organization or project gets a limit with
+    these terms, from its first request on. Part of the limit's identity. INVALID_ARGUMENT for a
+    key, or with `for_new_keys`, `end_user` or `label`.
     """
     end_user: _builtins.str
     """Limits this end user within the organization or project, known or not. This limit replaces the

@@ -142,6 +142,21 @@ class BillingServiceStub:
                 request_serializer=weir_dot_v1_dot_resale__pb2.ListResalePricesRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_resale__pb2.ListResalePricesResponse.FromString,
                 _registered_method=True)
+        self.RentReplicas = channel.unary_unary(
+                '/weir.v1.BillingService/RentReplicas',
+                request_serializer=weir_dot_v1_dot_resale__pb2.RentReplicasRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_resale__pb2.RentReplicasResponse.FromString,
+                _registered_method=True)
+        self.EndReplicaRental = channel.unary_unary(
+                '/weir.v1.BillingService/EndReplicaRental',
+                request_serializer=weir_dot_v1_dot_resale__pb2.EndReplicaRentalRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_resale__pb2.EndReplicaRentalResponse.FromString,
+                _registered_method=True)
+        self.ListReplicaRentals = channel.unary_unary(
+                '/weir.v1.BillingService/ListReplicaRentals',
+                request_serializer=weir_dot_v1_dot_resale__pb2.ListReplicaRentalsRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_resale__pb2.ListReplicaRentalsResponse.FromString,
+                _registered_method=True)
         self.ListResaleStatements = channel.unary_unary(
                 '/weir.v1.BillingService/ListResaleStatements',
                 request_serializer=weir_dot_v1_dot_resale__pb2.ListResaleStatementsRequest.SerializeToString,
@@ -307,6 +322,28 @@ class BillingServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RentReplicas(self, request, context):
+        """Records that an organization rents replicas of a model to an end user, at its resale price per
+        hour. It changes statements only: the scope `billing` is enough, and no replica is started.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndReplicaRental(self, request, context):
+        """Sets the end of a rental, now or at another time of a month that is not closed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListReplicaRentals(self, request, context):
+        """Lists the rentals of an organization, of one end user or all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListResaleStatements(self, request, context):
         """Lists the statements of a month: that of usage without an end user, then by end user.
         """
@@ -424,6 +461,21 @@ def add_BillingServiceServicer_to_server(servicer, server):
                     servicer.ListResalePrices,
                     request_deserializer=weir_dot_v1_dot_resale__pb2.ListResalePricesRequest.FromString,
                     response_serializer=weir_dot_v1_dot_resale__pb2.ListResalePricesResponse.SerializeToString,
+            ),
+            'RentReplicas': grpc.unary_unary_rpc_method_handler(
+                    servicer.RentReplicas,
+                    request_deserializer=weir_dot_v1_dot_resale__pb2.RentReplicasRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_resale__pb2.RentReplicasResponse.SerializeToString,
+            ),
+            'EndReplicaRental': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndReplicaRental,
+                    request_deserializer=weir_dot_v1_dot_resale__pb2.EndReplicaRentalRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_resale__pb2.EndReplicaRentalResponse.SerializeToString,
+            ),
+            'ListReplicaRentals': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListReplicaRentals,
+                    request_deserializer=weir_dot_v1_dot_resale__pb2.ListReplicaRentalsRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_resale__pb2.ListReplicaRentalsResponse.SerializeToString,
             ),
             'ListResaleStatements': grpc.unary_unary_rpc_method_handler(
                     servicer.ListResaleStatements,
@@ -978,6 +1030,87 @@ class BillingService:
             '/weir.v1.BillingService/ListResalePrices',
             weir_dot_v1_dot_resale__pb2.ListResalePricesRequest.SerializeToString,
             weir_dot_v1_dot_resale__pb2.ListResalePricesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RentReplicas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/RentReplicas',
+            weir_dot_v1_dot_resale__pb2.RentReplicasRequest.SerializeToString,
+            weir_dot_v1_dot_resale__pb2.RentReplicasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndReplicaRental(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/EndReplicaRental',
+            weir_dot_v1_dot_resale__pb2.EndReplicaRentalRequest.SerializeToString,
+            weir_dot_v1_dot_resale__pb2.EndReplicaRentalResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListReplicaRentals(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.BillingService/ListReplicaRentals',
+            weir_dot_v1_dot_resale__pb2.ListReplicaRentalsRequest.SerializeToString,
+            weir_dot_v1_dot_resale__pb2.ListReplicaRentalsResponse.FromString,
             options,
             channel_credentials,
             insecure,

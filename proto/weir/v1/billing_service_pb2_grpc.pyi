@@ -97,6 +97,14 @@ class BillingServiceStub:
     """
     ListResalePrices: _grpc.UnaryUnaryMultiCallable[_resale_pb2.ListResalePricesRequest, _resale_pb2.ListResalePricesResponse]
     """Lists the resale prices of an organization, by model."""
+    RentReplicas: _grpc.UnaryUnaryMultiCallable[_resale_pb2.RentReplicasRequest, _resale_pb2.RentReplicasResponse]
+    """Records that an organization rents replicas of a model to an end user, at its resale price per
+    hour. It changes statements only: the scope `billing` is enough, and no replica is started.
+    """
+    EndReplicaRental: _grpc.UnaryUnaryMultiCallable[_resale_pb2.EndReplicaRentalRequest, _resale_pb2.EndReplicaRentalResponse]
+    """Sets the end of a rental, now or at another time of a month that is not closed."""
+    ListReplicaRentals: _grpc.UnaryUnaryMultiCallable[_resale_pb2.ListReplicaRentalsRequest, _resale_pb2.ListReplicaRentalsResponse]
+    """Lists the rentals of an organization, of one end user or all."""
     ListResaleStatements: _grpc.UnaryUnaryMultiCallable[_resale_pb2.ListResaleStatementsRequest, _resale_pb2.ListResaleStatementsResponse]
     """Lists the statements of a month: that of usage without an end user, then by end user."""
     GetResaleStatement: _grpc.UnaryUnaryMultiCallable[_resale_pb2.GetResaleStatementRequest, _resale_pb2.GetResaleStatementResponse]
@@ -167,6 +175,14 @@ class BillingServiceAsyncStub(BillingServiceStub):
     """
     ListResalePrices: _aio.UnaryUnaryMultiCallable[_resale_pb2.ListResalePricesRequest, _resale_pb2.ListResalePricesResponse]  # type: ignore[assignment]
     """Lists the resale prices of an organization, by model."""
+    RentReplicas: _aio.UnaryUnaryMultiCallable[_resale_pb2.RentReplicasRequest, _resale_pb2.RentReplicasResponse]  # type: ignore[assignment]
+    """Records that an organization rents replicas of a model to an end user, at its resale price per
+    hour. It changes statements only: the scope `billing` is enough, and no replica is started.
+    """
+    EndReplicaRental: _aio.UnaryUnaryMultiCallable[_resale_pb2.EndReplicaRentalRequest, _resale_pb2.EndReplicaRentalResponse]  # type: ignore[assignment]
+    """Sets the end of a rental, now or at another time of a month that is not closed."""
+    ListReplicaRentals: _aio.UnaryUnaryMultiCallable[_resale_pb2.ListReplicaRentalsRequest, _resale_pb2.ListReplicaRentalsResponse]  # type: ignore[assignment]
+    """Lists the rentals of an organization, of one end user or all."""
     ListResaleStatements: _aio.UnaryUnaryMultiCallable[_resale_pb2.ListResaleStatementsRequest, _resale_pb2.ListResaleStatementsResponse]  # type: ignore[assignment]
     """Lists the statements of a month: that of usage without an end user, then by end user."""
     GetResaleStatement: _aio.UnaryUnaryMultiCallable[_resale_pb2.GetResaleStatementRequest, _resale_pb2.GetResaleStatementResponse]  # type: ignore[assignment]
@@ -354,6 +370,32 @@ class BillingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_resale_pb2.ListResalePricesResponse, _abc.Awaitable[_resale_pb2.ListResalePricesResponse]]:
         """Lists the resale prices of an organization, by model."""
+
+    @_abc_1.abstractmethod
+    def RentReplicas(
+        self,
+        request: _resale_pb2.RentReplicasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_resale_pb2.RentReplicasResponse, _abc.Awaitable[_resale_pb2.RentReplicasResponse]]:
+        """Records that an organization rents replicas of a model to an end user, at its resale price per
+        hour. It changes statements only: the scope `billing` is enough, and no replica is started.
+        """
+
+    @_abc_1.abstractmethod
+    def EndReplicaRental(
+        self,
+        request: _resale_pb2.EndReplicaRentalRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_resale_pb2.EndReplicaRentalResponse, _abc.Awaitable[_resale_pb2.EndReplicaRentalResponse]]:
+        """Sets the end of a rental, now or at another time of a month that is not closed."""
+
+    @_abc_1.abstractmethod
+    def ListReplicaRentals(
+        self,
+        request: _resale_pb2.ListReplicaRentalsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_resale_pb2.ListReplicaRentalsResponse, _abc.Awaitable[_resale_pb2.ListReplicaRentalsResponse]]:
+        """Lists the rentals of an organization, of one end user or all."""
 
     @_abc_1.abstractmethod
     def ListResaleStatements(

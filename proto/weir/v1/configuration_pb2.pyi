@@ -63,12 +63,16 @@ class OrganizationConfiguration(_message.Message):
     PROJECTS_FIELD_NUMBER: _builtins.int
     PRUNE_QUOTAS_FIELD_NUMBER: _builtins.int
     BILLING_PROFILE_FIELD_NUMBER: _builtins.int
+    RESALE_PRICES_FIELD_NUMBER: _builtins.int
+    PRUNE_RESALE_PRICES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """See `Organization.name`."""
     currency_code: _builtins.str
     """ISO 4217 code. Empty: "USD" for a new organization, any for an existing one. It never changes."""
     prune_quotas: _builtins.bool
     """Removes its limits that are absent from `quotas`."""
+    prune_resale_prices: _builtins.bool
+    """Ends its resale prices for models that are absent from `resale_prices`."""
     @_builtins.property
     def quotas(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuotaConfiguration]:
         """Limits on the organization."""
@@ -81,6 +85,10 @@ class OrganizationConfiguration(_message.Message):
     def billing_profile(self) -> _types_pb2.BillingProfile:
         """Its billing profile, replaced as a whole. Unset: unchanged."""
 
+    @_builtins.property
+    def resale_prices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResalePriceConfiguration]:
+        """Its prices for its end users, each model once and all other models at most once."""
+
     def __init__(
         self,
         *,
@@ -90,14 +98,109 @@ class OrganizationConfiguration(_message.Message):
         projects: _abc.Iterable[Global___ProjectConfiguration] | None = ...,
         prune_quotas: _builtins.bool = ...,
         billing_profile: _types_pb2.BillingProfile | None = ...,
+        resale_prices: _abc.Iterable[Global___ResalePriceConfiguration] | None = ...,
+        prune_resale_prices: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "currency_code", b"currency_code", "name", b"name", "projects", b"projects", "prune_quotas", b"prune_quotas", "quotas", b"quotas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "currency_code", b"currency_code", "name", b"name", "projects", b"projects", "prune_quotas", b"prune_quotas", "prune_resale_prices", b"prune_resale_prices", "quotas", b"quotas", "resale_prices", b"resale_prices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OrganizationConfiguration: _TypeAlias = OrganizationConfiguration  # noqa: Y015
+
+@_typing.final
+class ResalePriceConfiguration(_message.Message):
+    """Price of one model for the end users of an organization. A version is added if the one in force
+    differs.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MARKUP_MILLI_FIELD_NUMBER: _builtins.int
+    INPUT_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    CACHED_INPUT_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    OUTPUT_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    REASONING_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    EMBEDDING_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    REQUEST_PICOS_FIELD_NUMBER: _builtins.int
+    REPLICA_HOUR_PICOS_FIELD_NUMBER: _builtins.int
+    EFFECTIVE_TIME_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model; empty: all models without a price of their own."""
+    markup_milli: _builtins.int
+    """See `SetResalePriceRequest.markup_milli`."""
+    input_picos_per_token: _builtins.int
+    """See `SetResalePriceRequest.input_picos_per_token`."""
+    cached_input_picos_per_token: _builtins.int
+    """See `SetResalePriceRequest.cached_input_picos_per_token`."""
+    output_picos_per_token: _builtins.int
+    """See `SetResalePriceRequest.output_picos_per_token`."""
+    reasoning_picos_per_token: _builtins.int
+    """See `SetResalePriceRequest.reasoning_picos_per_token`."""
+    embedding_picos_per_token: _builtins.int
+    """See `SetResalePriceRequest.embedding_picos_per_token`."""
+    request_picos: _builtins.int
+    """See `SetResalePriceRequest.request_picos`."""
+    replica_hour_picos: _builtins.int
+    """See `SetResalePriceRequest.replica_hour_picos`."""
+    @_builtins.property
+    def effective_time(self) -> _timestamp_pb2.Timestamp:
+        """Start of validity, for a future price. Unset, or a time in the past: now."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        markup_milli: _builtins.int | None = ...,
+        input_picos_per_token: _builtins.int | None = ...,
+        cached_input_picos_per_token: _builtins.int | None = ...,
+        output_picos_per_token: _builtins.int | None = ...,
+        reasoning_picos_per_token: _builtins.int | None = ...,
+        embedding_picos_per_token: _builtins.int | None = ...,
+        request_picos: _builtins.int | None = ...,
+        replica_hour_picos: _builtins.int | None = ...,
+        effective_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_input_picos_per_token", b"_cached_input_picos_per_token", "_embedding_picos_per_token", b"_embedding_picos_per_token", "_input_picos_per_token", b"_input_picos_per_token", "_markup_milli", b"_markup_milli", "_output_picos_per_token", b"_output_picos_per_token", "_reasoning_picos_per_token", b"_reasoning_picos_per_token", "_replica_hour_picos", b"_replica_hour_picos", "_request_picos", b"_request_picos", "cached_input_picos_per_token", b"cached_input_picos_per_token", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "input_picos_per_token", b"input_picos_per_token", "markup_milli", b"markup_milli", "output_picos_per_token", b"output_picos_per_token", "reasoning_picos_per_token", b"reasoning_picos_per_token", "replica_hour_picos", b"replica_hour_picos", "request_picos", b"request_picos"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_picos_per_token", b"_cached_input_picos_per_token", "_embedding_picos_per_token", b"_embedding_picos_per_token", "_input_picos_per_token", b"_input_picos_per_token", "_markup_milli", b"_markup_milli", "_output_picos_per_token", b"_output_picos_per_token", "_reasoning_picos_per_token", b"_reasoning_picos_per_token", "_replica_hour_picos", b"_replica_hour_picos", "_request_picos", b"_request_picos", "cached_input_picos_per_token", b"cached_input_picos_per_token", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "input_picos_per_token", b"input_picos_per_token", "markup_milli", b"markup_milli", "model", b"model", "output_picos_per_token", b"output_picos_per_token", "reasoning_picos_per_token", b"reasoning_picos_per_token", "replica_hour_picos", b"replica_hour_picos", "request_picos", b"request_picos"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cached_input_picos_per_token: _TypeAlias = _typing.Literal["cached_input_picos_per_token"]  # noqa: Y015
+    _WhichOneofArgType__cached_input_picos_per_token: _TypeAlias = _typing.Literal["_cached_input_picos_per_token", b"_cached_input_picos_per_token"]  # noqa: Y015
+    _WhichOneofReturnType__embedding_picos_per_token: _TypeAlias = _typing.Literal["embedding_picos_per_token"]  # noqa: Y015
+    _WhichOneofArgType__embedding_picos_per_token: _TypeAlias = _typing.Literal["_embedding_picos_per_token", b"_embedding_picos_per_token"]  # noqa: Y015
+    _WhichOneofReturnType__input_picos_per_token: _TypeAlias = _typing.Literal["input_picos_per_token"]  # noqa: Y015
+    _WhichOneofArgType__input_picos_per_token: _TypeAlias = _typing.Literal["_input_picos_per_token", b"_input_picos_per_token"]  # noqa: Y015
+    _WhichOneofReturnType__markup_milli: _TypeAlias = _typing.Literal["markup_milli"]  # noqa: Y015
+    _WhichOneofArgType__markup_milli: _TypeAlias = _typing.Literal["_markup_milli", b"_markup_milli"]  # noqa: Y015
+    _WhichOneofReturnType__output_picos_per_token: _TypeAlias = _typing.Literal["output_picos_per_token"]  # noqa: Y015
+    _WhichOneofArgType__output_picos_per_token: _TypeAlias = _typing.Literal["_output_picos_per_token", b"_output_picos_per_token"]  # noqa: Y015
+    _WhichOneofReturnType__reasoning_picos_per_token: _TypeAlias = _typing.Literal["reasoning_picos_per_token"]  # noqa: Y015
+    _WhichOneofArgType__reasoning_picos_per_token: _TypeAlias = _typing.Literal["_reasoning_picos_per_token", b"_reasoning_picos_per_token"]  # noqa: Y015
+    _WhichOneofReturnType__replica_hour_picos: _TypeAlias = _typing.Literal["replica_hour_picos"]  # noqa: Y015
+    _WhichOneofArgType__replica_hour_picos: _TypeAlias = _typing.Literal["_replica_hour_picos", b"_replica_hour_picos"]  # noqa: Y015
+    _WhichOneofReturnType__request_picos: _TypeAlias = _typing.Literal["request_picos"]  # noqa: Y015
+    _WhichOneofArgType__request_picos: _TypeAlias = _typing.Literal["_request_picos", b"_request_picos"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_input_picos_per_token) -> _WhichOneofReturnType__cached_input_picos_per_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__embedding_picos_per_token) -> _WhichOneofReturnType__embedding_picos_per_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__input_picos_per_token) -> _WhichOneofReturnType__input_picos_per_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__markup_milli) -> _WhichOneofReturnType__markup_milli | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_picos_per_token) -> _WhichOneofReturnType__output_picos_per_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_picos_per_token) -> _WhichOneofReturnType__reasoning_picos_per_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__replica_hour_picos) -> _WhichOneofReturnType__replica_hour_picos | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__request_picos) -> _WhichOneofReturnType__request_picos | None: ...
+
+Global___ResalePriceConfiguration: _TypeAlias = ResalePriceConfiguration  # noqa: Y015
 
 @_typing.final
 class ProjectConfiguration(_message.Message):
@@ -160,6 +263,7 @@ class ApiKeyConfiguration(_message.Message):
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     ALLOWED_NETWORKS_FIELD_NUMBER: _builtins.int
     STRICT_PARAMETERS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """See `CreateApiKeyRequest.name`."""
     prefix: _builtins.str
@@ -174,6 +278,8 @@ class ApiKeyConfiguration(_message.Message):
     """See `ApiKey.max_output_tokens`. 0: no limit."""
     strict_parameters: _builtins.bool
     """See `ApiKey.strict_parameters`. Unset: false."""
+    group: _builtins.str
+    """See `ApiKey.group`. Empty: none."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """See `CreateApiKeyRequest.scopes`."""
@@ -208,10 +314,11 @@ class ApiKeyConfiguration(_message.Message):
         max_output_tokens: _builtins.int = ...,
         allowed_networks: _abc.Iterable[_builtins.str] | None = ...,
         strict_parameters: _builtins.bool = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "expire_time", b"expire_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "prefix", b"prefix", "prune_quotas", b"prune_quotas", "quotas", b"quotas", "scopes", b"scopes", "strict_parameters", b"strict_parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "expire_time", b"expire_time", "group", b"group", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "prefix", b"prefix", "prune_quotas", b"prune_quotas", "quotas", b"quotas", "scopes", b"scopes", "strict_parameters", b"strict_parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -422,7 +529,7 @@ class ConfigurationChange(_message.Message):
         ACTION_UPDATE: ConfigurationChange._Action.ValueType  # 2
         """Change some of its fields."""
         ACTION_DELETE: ConfigurationChange._Action.ValueType  # 3
-        """Remove a limit, or revoke a key."""
+        """Remove a limit, end a resale price, or revoke a key."""
         ACTION_KEEP: ConfigurationChange._Action.ValueType  # 4
         """None: it exists, the configuration does not name it, and it stays."""
 
@@ -436,7 +543,7 @@ class ConfigurationChange(_message.Message):
     ACTION_UPDATE: ConfigurationChange.Action.ValueType  # 2
     """Change some of its fields."""
     ACTION_DELETE: ConfigurationChange.Action.ValueType  # 3
-    """Remove a limit, or revoke a key."""
+    """Remove a limit, end a resale price, or revoke a key."""
     ACTION_KEEP: ConfigurationChange.Action.ValueType  # 4
     """None: it exists, the configuration does not name it, and it stays."""
 
@@ -450,10 +557,12 @@ class ConfigurationChange(_message.Message):
     action: Global___ConfigurationChange.Action.ValueType
     """Action."""
     kind: _builtins.str
-    """Kind of the object: "organization", "billing_profile", "project", "key", "quota" or "price"."""
+    """Kind of the object: "organization", "billing_profile", "project", "key", "quota", "price" or
+    "resale_price".
+    """
     path: _builtins.str
-    """Path of the object: "acme", "acme/search", "acme/search/laptop"; for a price the model. A quota
-    has the path of its subject.
+    """Path of the object: "acme", "acme/search", "acme/search/laptop"; for a price the model and its
+    customer. A quota has the path of its subject.
     """
     api_key_prefix: _builtins.str
     """The first characters of a key. For a new key only after its creation."""

@@ -2249,6 +2249,7 @@ class KeyRestrictions(_message.Message):
     ALLOWED_NETWORKS_FIELD_NUMBER: _builtins.int
     STRICT_PARAMETERS_FIELD_NUMBER: _builtins.int
     LATEST_CHANGE_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     prefix: _builtins.str
     """The first characters of the key."""
     max_input_tokens: _builtins.int
@@ -2257,6 +2258,8 @@ class KeyRestrictions(_message.Message):
     """Limit of output tokens per request, all choices together. 0: the model's own limit."""
     strict_parameters: _builtins.bool
     """Refuses unknown parameters over HTTP."""
+    group: _builtins.str
+    """Group of the key within its organization. Empty: none."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Scopes: "inference", "admin", "billing"."""
@@ -2289,10 +2292,11 @@ class KeyRestrictions(_message.Message):
         allowed_networks: _abc.Iterable[_builtins.str] | None = ...,
         strict_parameters: _builtins.bool = ...,
         latest_change: Global___KeyChange | None = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latest_change", b"latest_change", "secret_expire_time", b"secret_expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "latest_change", b"latest_change", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "prefix", b"prefix", "scopes", b"scopes", "secret_expire_time", b"secret_expire_time", "strict_parameters", b"strict_parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "group", b"group", "latest_change", b"latest_change", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "prefix", b"prefix", "scopes", b"scopes", "secret_expire_time", b"secret_expire_time", "strict_parameters", b"strict_parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

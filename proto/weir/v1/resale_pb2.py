@@ -26,35 +26,49 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from weir.v1 import types_pb2 as weir_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weir/v1/resale.proto\x12\x07weir.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13weir/v1/types.proto\"\xf7\x03\n\x0bResalePrice\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0cmarkup_milli\x18\x03 \x01(\x03\x12\"\n\x15input_picos_per_token\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12)\n\x1c\x63\x61\x63hed_input_picos_per_token\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12#\n\x16output_picos_per_token\x18\x06 \x01(\x03H\x02\x88\x01\x01\x12&\n\x19reasoning_picos_per_token\x18\x07 \x01(\x03H\x03\x88\x01\x01\x12&\n\x19\x65mbedding_picos_per_token\x18\x08 \x01(\x03H\x04\x88\x01\x01\x12\x15\n\rrequest_picos\x18\t \x01(\x03\x12\x11\n\twithdrawn\x18\n \x01(\x08\x12\x32\n\x0e\x65\x66\x66\x65\x63tive_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x18\n\x16_input_picos_per_tokenB\x1f\n\x1d_cached_input_picos_per_tokenB\x19\n\x17_output_picos_per_tokenB\x1c\n\x1a_reasoning_picos_per_tokenB\x1c\n\x1a_embedding_picos_per_token\"\xc7\x04\n\x15SetResalePriceRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x0cmarkup_milli\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\"\n\x15input_picos_per_token\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12)\n\x1c\x63\x61\x63hed_input_picos_per_token\x18\x05 \x01(\x03H\x02\x88\x01\x01\x12#\n\x16output_picos_per_token\x18\x06 \x01(\x03H\x03\x88\x01\x01\x12&\n\x19reasoning_picos_per_token\x18\x07 \x01(\x03H\x04\x88\x01\x01\x12&\n\x19\x65mbedding_picos_per_token\x18\x08 \x01(\x03H\x05\x88\x01\x01\x12\x1a\n\rrequest_picos\x18\t \x01(\x03H\x06\x88\x01\x01\x12\x11\n\twithdrawn\x18\n \x01(\x08\x12\x32\n\x0e\x65\x66\x66\x65\x63tive_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nrequest_id\x18\x0c \x01(\tB\x0f\n\r_markup_milliB\x18\n\x16_input_picos_per_tokenB\x1f\n\x1d_cached_input_picos_per_tokenB\x19\n\x17_output_picos_per_tokenB\x1c\n\x1a_reasoning_picos_per_tokenB\x1c\n\x1a_embedding_picos_per_tokenB\x10\n\x0e_request_picos\"=\n\x16SetResalePriceResponse\x12#\n\x05price\x18\x01 \x01(\x0b\x32\x14.weir.v1.ResalePrice\"g\n\x17ListResalePricesRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x0f\n\x07history\x18\x02 \x01(\x08\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"Y\n\x18ListResalePricesResponse\x12$\n\x06prices\x18\x01 \x03(\x0b\x32\x14.weir.v1.ResalePrice\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xb8\x02\n\x0fResaleStatement\x12\x10\n\x08\x65nd_user\x18\x01 \x01(\t\x12\x13\n\x0b\x65nd_user_id\x18\x02 \x01(\t\x12\r\n\x05month\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x15\n\rrequest_count\x18\x05 \x01(\x03\x12\x13\n\x0btoken_count\x18\x06 \x01(\x03\x12\x1c\n\x04\x63ost\x18\x07 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1e\n\x06\x61mount\x18\x08 \x01(\x0b\x32\x0e.weir.v1.Money\x12\"\n\ncarried_in\x18\t \x01(\x0b\x32\x0e.weir.v1.Money\x12%\n\rtotal_rounded\x18\n \x01(\x0b\x32\x0e.weir.v1.Money\x12+\n\x05lines\x18\x0b \x03(\x0b\x32\x1c.weir.v1.ResaleStatementLine\"\xb4\x01\n\x13ResaleStatementLine\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04item\x18\x02 \x01(\t\x12\x10\n\x08quantity\x18\x03 \x01(\x03\x12\x1c\n\x04\x63ost\x18\x04 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1e\n\x06\x61mount\x18\x05 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1c\n\x14resale_price_version\x18\x06 \x01(\x03\x12\x12\n\nlate_month\x18\x07 \x01(\t\"i\n\x1bListResaleStatementsRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05month\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"e\n\x1cListResaleStatementsResponse\x12,\n\nstatements\x18\x01 \x03(\x0b\x32\x18.weir.v1.ResaleStatement\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x82\x01\n\x19GetResaleStatementRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05month\x18\x02 \x01(\t\x12\x10\n\x08\x65nd_user\x18\x03 \x01(\t\x12.\n\x06\x66ormat\x18\x04 \x01(\x0e\x32\x1e.weir.v1.ResaleStatementFormat\"Z\n\x1aGetResaleStatementResponse\x12+\n\tstatement\x18\x01 \x01(\x0b\x32\x18.weir.v1.ResaleStatement\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c*\xa4\x01\n\x15ResaleStatementFormat\x12\'\n#RESALE_STATEMENT_FORMAT_UNSPECIFIED\x10\x00\x12 \n\x1cRESALE_STATEMENT_FORMAT_JSON\x10\x01\x12\x1f\n\x1bRESALE_STATEMENT_FORMAT_CSV\x10\x02\x12\x1f\n\x1bRESALE_STATEMENT_FORMAT_PDF\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weir/v1/resale.proto\x12\x07weir.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13weir/v1/types.proto\"\x93\x04\n\x0bResalePrice\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0cmarkup_milli\x18\x03 \x01(\x03\x12\"\n\x15input_picos_per_token\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12)\n\x1c\x63\x61\x63hed_input_picos_per_token\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12#\n\x16output_picos_per_token\x18\x06 \x01(\x03H\x02\x88\x01\x01\x12&\n\x19reasoning_picos_per_token\x18\x07 \x01(\x03H\x03\x88\x01\x01\x12&\n\x19\x65mbedding_picos_per_token\x18\x08 \x01(\x03H\x04\x88\x01\x01\x12\x15\n\rrequest_picos\x18\t \x01(\x03\x12\x11\n\twithdrawn\x18\n \x01(\x08\x12\x32\n\x0e\x65\x66\x66\x65\x63tive_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1a\n\x12replica_hour_picos\x18\x0c \x01(\x03\x42\x18\n\x16_input_picos_per_tokenB\x1f\n\x1d_cached_input_picos_per_tokenB\x19\n\x17_output_picos_per_tokenB\x1c\n\x1a_reasoning_picos_per_tokenB\x1c\n\x1a_embedding_picos_per_token\"\xff\x04\n\x15SetResalePriceRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x0cmarkup_milli\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\"\n\x15input_picos_per_token\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12)\n\x1c\x63\x61\x63hed_input_picos_per_token\x18\x05 \x01(\x03H\x02\x88\x01\x01\x12#\n\x16output_picos_per_token\x18\x06 \x01(\x03H\x03\x88\x01\x01\x12&\n\x19reasoning_picos_per_token\x18\x07 \x01(\x03H\x04\x88\x01\x01\x12&\n\x19\x65mbedding_picos_per_token\x18\x08 \x01(\x03H\x05\x88\x01\x01\x12\x1a\n\rrequest_picos\x18\t \x01(\x03H\x06\x88\x01\x01\x12\x11\n\twithdrawn\x18\n \x01(\x08\x12\x32\n\x0e\x65\x66\x66\x65\x63tive_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nrequest_id\x18\x0c \x01(\t\x12\x1f\n\x12replica_hour_picos\x18\r \x01(\x03H\x07\x88\x01\x01\x42\x0f\n\r_markup_milliB\x18\n\x16_input_picos_per_tokenB\x1f\n\x1d_cached_input_picos_per_tokenB\x19\n\x17_output_picos_per_tokenB\x1c\n\x1a_reasoning_picos_per_tokenB\x1c\n\x1a_embedding_picos_per_tokenB\x10\n\x0e_request_picosB\x15\n\x13_replica_hour_picos\"=\n\x16SetResalePriceResponse\x12#\n\x05price\x18\x01 \x01(\x0b\x32\x14.weir.v1.ResalePrice\"g\n\x17ListResalePricesRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x0f\n\x07history\x18\x02 \x01(\x08\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"Y\n\x18ListResalePricesResponse\x12$\n\x06prices\x18\x01 \x03(\x0b\x32\x14.weir.v1.ResalePrice\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xd6\x02\n\x0fResaleStatement\x12\x10\n\x08\x65nd_user\x18\x01 \x01(\t\x12\x13\n\x0b\x65nd_user_id\x18\x02 \x01(\t\x12\r\n\x05month\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x15\n\rrequest_count\x18\x05 \x01(\x03\x12\x13\n\x0btoken_count\x18\x06 \x01(\x03\x12\x1c\n\x04\x63ost\x18\x07 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1e\n\x06\x61mount\x18\x08 \x01(\x0b\x32\x0e.weir.v1.Money\x12\"\n\ncarried_in\x18\t \x01(\x0b\x32\x0e.weir.v1.Money\x12%\n\rtotal_rounded\x18\n \x01(\x0b\x32\x0e.weir.v1.Money\x12+\n\x05lines\x18\x0b \x03(\x0b\x32\x1c.weir.v1.ResaleStatementLine\x12\x1c\n\x14replica_second_count\x18\x0c \x01(\x03\"\xb4\x01\n\x13ResaleStatementLine\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04item\x18\x02 \x01(\t\x12\x10\n\x08quantity\x18\x03 \x01(\x03\x12\x1c\n\x04\x63ost\x18\x04 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1e\n\x06\x61mount\x18\x05 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1c\n\x14resale_price_version\x18\x06 \x01(\x03\x12\x12\n\nlate_month\x18\x07 \x01(\t\"i\n\x1bListResaleStatementsRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05month\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"e\n\x1cListResaleStatementsResponse\x12,\n\nstatements\x18\x01 \x03(\x0b\x32\x18.weir.v1.ResaleStatement\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x82\x01\n\x19GetResaleStatementRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05month\x18\x02 \x01(\t\x12\x10\n\x08\x65nd_user\x18\x03 \x01(\t\x12.\n\x06\x66ormat\x18\x04 \x01(\x0e\x32\x1e.weir.v1.ResaleStatementFormat\"Z\n\x1aGetResaleStatementResponse\x12+\n\tstatement\x18\x01 \x01(\x0b\x32\x18.weir.v1.ResaleStatement\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"\xcd\x01\n\rReplicaRental\x12\x11\n\trental_id\x18\x01 \x01(\x03\x12\x10\n\x08\x65nd_user\x18\x02 \x01(\t\x12\x13\n\x0b\x65nd_user_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rreplica_count\x18\x05 \x01(\x03\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xd5\x01\n\x13RentReplicasRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x10\n\x08\x65nd_user\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x15\n\rreplica_count\x18\x04 \x01(\x03\x12.\n\nstart_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nrequest_id\x18\x07 \x01(\t\">\n\x14RentReplicasResponse\x12&\n\x06rental\x18\x01 \x01(\x0b\x32\x16.weir.v1.ReplicaRental\"p\n\x17\x45ndReplicaRentalRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x11\n\trental_id\x18\x02 \x01(\x03\x12,\n\x08\x65nd_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"B\n\x18\x45ndReplicaRentalResponse\x12&\n\x06rental\x18\x01 \x01(\x0b\x32\x16.weir.v1.ReplicaRental\"j\n\x19ListReplicaRentalsRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x10\n\x08\x65nd_user\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"^\n\x1aListReplicaRentalsResponse\x12\'\n\x07rentals\x18\x01 \x03(\x0b\x32\x16.weir.v1.ReplicaRental\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*\xa4\x01\n\x15ResaleStatementFormat\x12\'\n#RESALE_STATEMENT_FORMAT_UNSPECIFIED\x10\x00\x12 \n\x1cRESALE_STATEMENT_FORMAT_JSON\x10\x01\x12\x1f\n\x1bRESALE_STATEMENT_FORMAT_CSV\x10\x02\x12\x1f\n\x1bRESALE_STATEMENT_FORMAT_PDF\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weir.v1.resale_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RESALESTATEMENTFORMAT']._serialized_start=2372
-  _globals['_RESALESTATEMENTFORMAT']._serialized_end=2536
+  _globals['_RESALESTATEMENTFORMAT']._serialized_start=3360
+  _globals['_RESALESTATEMENTFORMAT']._serialized_end=3524
   _globals['_RESALEPRICE']._serialized_start=88
-  _globals['_RESALEPRICE']._serialized_end=591
-  _globals['_SETRESALEPRICEREQUEST']._serialized_start=594
-  _globals['_SETRESALEPRICEREQUEST']._serialized_end=1177
-  _globals['_SETRESALEPRICERESPONSE']._serialized_start=1179
-  _globals['_SETRESALEPRICERESPONSE']._serialized_end=1240
-  _globals['_LISTRESALEPRICESREQUEST']._serialized_start=1242
-  _globals['_LISTRESALEPRICESREQUEST']._serialized_end=1345
-  _globals['_LISTRESALEPRICESRESPONSE']._serialized_start=1347
-  _globals['_LISTRESALEPRICESRESPONSE']._serialized_end=1436
-  _globals['_RESALESTATEMENT']._serialized_start=1439
-  _globals['_RESALESTATEMENT']._serialized_end=1751
-  _globals['_RESALESTATEMENTLINE']._serialized_start=1754
-  _globals['_RESALESTATEMENTLINE']._serialized_end=1934
-  _globals['_LISTRESALESTATEMENTSREQUEST']._serialized_start=1936
-  _globals['_LISTRESALESTATEMENTSREQUEST']._serialized_end=2041
-  _globals['_LISTRESALESTATEMENTSRESPONSE']._serialized_start=2043
-  _globals['_LISTRESALESTATEMENTSRESPONSE']._serialized_end=2144
-  _globals['_GETRESALESTATEMENTREQUEST']._serialized_start=2147
-  _globals['_GETRESALESTATEMENTREQUEST']._serialized_end=2277
-  _globals['_GETRESALESTATEMENTRESPONSE']._serialized_start=2279
-  _globals['_GETRESALESTATEMENTRESPONSE']._serialized_end=2369
+  _globals['_RESALEPRICE']._serialized_end=619
+  _globals['_SETRESALEPRICEREQUEST']._serialized_start=622
+  _globals['_SETRESALEPRICEREQUEST']._serialized_end=1261
+  _globals['_SETRESALEPRICERESPONSE']._serialized_start=1263
+  _globals['_SETRESALEPRICERESPONSE']._serialized_end=1324
+  _globals['_LISTRESALEPRICESREQUEST']._serialized_start=1326
+  _globals['_LISTRESALEPRICESREQUEST']._serialized_end=1429
+  _globals['_LISTRESALEPRICESRESPONSE']._serialized_start=1431
+  _globals['_LISTRESALEPRICESRESPONSE']._serialized_end=1520
+  _globals['_RESALESTATEMENT']._serialized_start=1523
+  _globals['_RESALESTATEMENT']._serialized_end=1865
+  _globals['_RESALESTATEMENTLINE']._serialized_start=1868
+  _globals['_RESALESTATEMENTLINE']._serialized_end=2048
+  _globals['_LISTRESALESTATEMENTSREQUEST']._serialized_start=2050
+  _globals['_LISTRESALESTATEMENTSREQUEST']._serialized_end=2155
+  _globals['_LISTRESALESTATEMENTSRESPONSE']._serialized_start=2157
+  _globals['_LISTRESALESTATEMENTSRESPONSE']._serialized_end=2258
+  _globals['_GETRESALESTATEMENTREQUEST']._serialized_start=2261
+  _globals['_GETRESALESTATEMENTREQUEST']._serialized_end=2391
+  _globals['_GETRESALESTATEMENTRESPONSE']._serialized_start=2393
+  _globals['_GETRESALESTATEMENTRESPONSE']._serialized_end=2483
+  _globals['_REPLICARENTAL']._serialized_start=2486
+  _globals['_REPLICARENTAL']._serialized_end=2691
+  _globals['_RENTREPLICASREQUEST']._serialized_start=2694
+  _globals['_RENTREPLICASREQUEST']._serialized_end=2907
+  _globals['_RENTREPLICASRESPONSE']._serialized_start=2909
+  _globals['_RENTREPLICASRESPONSE']._serialized_end=2971
+  _globals['_ENDREPLICARENTALREQUEST']._serialized_start=2973
+  _globals['_ENDREPLICARENTALREQUEST']._serialized_end=3085
+  _globals['_ENDREPLICARENTALRESPONSE']._serialized_start=3087
+  _globals['_ENDREPLICARENTALRESPONSE']._serialized_end=3153
+  _globals['_LISTREPLICARENTALSREQUEST']._serialized_start=3155
+  _globals['_LISTREPLICARENTALSREQUEST']._serialized_end=3261
+  _globals['_LISTREPLICARENTALSRESPONSE']._serialized_start=3263
+  _globals['_LISTREPLICARENTALSRESPONSE']._serialized_end=3357
 # @@protoc_insertion_point(module_scope)

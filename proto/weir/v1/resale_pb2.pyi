@@ -68,6 +68,7 @@ class ResalePrice(_message.Message):
     REQUEST_PICOS_FIELD_NUMBER: _builtins.int
     WITHDRAWN_FIELD_NUMBER: _builtins.int
     EFFECTIVE_TIME_FIELD_NUMBER: _builtins.int
+    REPLICA_HOUR_PICOS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Version number."""
     model: _builtins.str
@@ -90,6 +91,8 @@ class ResalePrice(_message.Message):
     """Picos per request, beside its tokens."""
     withdrawn: _builtins.bool
     """True if it only ends the price: that of all models applies from then on, or else the cost."""
+    replica_hour_picos: _builtins.int
+    """Picos per hour of each rented replica of the model."""
     @_builtins.property
     def effective_time(self) -> _timestamp_pb2.Timestamp:
         """Start of validity."""
@@ -108,10 +111,11 @@ class ResalePrice(_message.Message):
         request_picos: _builtins.int = ...,
         withdrawn: _builtins.bool = ...,
         effective_time: _timestamp_pb2.Timestamp | None = ...,
+        replica_hour_picos: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_input_picos_per_token", b"_cached_input_picos_per_token", "_embedding_picos_per_token", b"_embedding_picos_per_token", "_input_picos_per_token", b"_input_picos_per_token", "_output_picos_per_token", b"_output_picos_per_token", "_reasoning_picos_per_token", b"_reasoning_picos_per_token", "cached_input_picos_per_token", b"cached_input_picos_per_token", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "input_picos_per_token", b"input_picos_per_token", "output_picos_per_token", b"output_picos_per_token", "reasoning_picos_per_token", b"reasoning_picos_per_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_picos_per_token", b"_cached_input_picos_per_token", "_embedding_picos_per_token", b"_embedding_picos_per_token", "_input_picos_per_token", b"_input_picos_per_token", "_output_picos_per_token", b"_output_picos_per_token", "_reasoning_picos_per_token", b"_reasoning_picos_per_token", "cached_input_picos_per_token", b"cached_input_picos_per_token", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "input_picos_per_token", b"input_picos_per_token", "markup_milli", b"markup_milli", "model", b"model", "output_picos_per_token", b"output_picos_per_token", "reasoning_picos_per_token", b"reasoning_picos_per_token", "request_picos", b"request_picos", "version", b"version", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_picos_per_token", b"_cached_input_picos_per_token", "_embedding_picos_per_token", b"_embedding_picos_per_token", "_input_picos_per_token", b"_input_picos_per_token", "_output_picos_per_token", b"_output_picos_per_token", "_reasoning_picos_per_token", b"_reasoning_picos_per_token", "cached_input_picos_per_token", b"cached_input_picos_per_token", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "input_picos_per_token", b"input_picos_per_token", "markup_milli", b"markup_milli", "model", b"model", "output_picos_per_token", b"output_picos_per_token", "reasoning_picos_per_token", b"reasoning_picos_per_token", "replica_hour_picos", b"replica_hour_picos", "request_picos", b"request_picos", "version", b"version", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_input_picos_per_token: _TypeAlias = _typing.Literal["cached_input_picos_per_token"]  # noqa: Y015
     _WhichOneofArgType__cached_input_picos_per_token: _TypeAlias = _typing.Literal["_cached_input_picos_per_token", b"_cached_input_picos_per_token"]  # noqa: Y015
@@ -154,6 +158,7 @@ class SetResalePriceRequest(_message.Message):
     WITHDRAWN_FIELD_NUMBER: _builtins.int
     EFFECTIVE_TIME_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    REPLICA_HOUR_PICOS_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of the organization; empty: the key's own. Unknown: NOT_FOUND."""
     model: _builtins.str
@@ -178,6 +183,8 @@ class SetResalePriceRequest(_message.Message):
     """Ends the price instead. NOT_FOUND if there is none at that time."""
     request_id: _builtins.str
     """Idempotency key: a UUID. A repetition returns the version of the first call."""
+    replica_hour_picos: _builtins.int
+    """Picos per hour of each rented replica of the model. Unset: 0."""
     @_builtins.property
     def effective_time(self) -> _timestamp_pb2.Timestamp:
         """Start of validity. Unset: now. In the past: INVALID_ARGUMENT. As another version of the model:
@@ -199,10 +206,11 @@ class SetResalePriceRequest(_message.Message):
         withdrawn: _builtins.bool = ...,
         effective_time: _timestamp_pb2.Timestamp | None = ...,
         request_id: _builtins.str = ...,
+        replica_hour_picos: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_input_picos_per_token", b"_cached_input_picos_per_token", "_embedding_picos_per_token", b"_embedding_picos_per_token", "_input_picos_per_token", b"_input_picos_per_token", "_markup_milli", b"_markup_milli", "_output_picos_per_token", b"_output_picos_per_token", "_reasoning_picos_per_token", b"_reasoning_picos_per_token", "_request_picos", b"_request_picos", "cached_input_picos_per_token", b"cached_input_picos_per_token", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "input_picos_per_token", b"input_picos_per_token", "markup_milli", b"markup_milli", "output_picos_per_token", b"output_picos_per_token", "reasoning_picos_per_token", b"reasoning_picos_per_token", "request_picos", b"request_picos"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_input_picos_per_token", b"_cached_input_picos_per_token", "_embedding_picos_per_token", b"_embedding_picos_per_token", "_input_picos_per_token", b"_input_picos_per_token", "_markup_milli", b"_markup_milli", "_output_picos_per_token", b"_output_picos_per_token", "_reasoning_picos_per_token", b"_reasoning_picos_per_token", "_replica_hour_picos", b"_replica_hour_picos", "_request_picos", b"_request_picos", "cached_input_picos_per_token", b"cached_input_picos_per_token", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "input_picos_per_token", b"input_picos_per_token", "markup_milli", b"markup_milli", "output_picos_per_token", b"output_picos_per_token", "reasoning_picos_per_token", b"reasoning_picos_per_token", "replica_hour_picos", b"replica_hour_picos", "request_picos", b"request_picos"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_picos_per_token", b"_cached_input_picos_per_token", "_embedding_picos_per_token", b"_embedding_picos_per_token", "_input_picos_per_token", b"_input_picos_per_token", "_markup_milli", b"_markup_milli", "_output_picos_per_token", b"_output_picos_per_token", "_reasoning_picos_per_token", b"_reasoning_picos_per_token", "_request_picos", b"_request_picos", "cached_input_picos_per_token", b"cached_input_picos_per_token", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "input_picos_per_token", b"input_picos_per_token", "markup_milli", b"markup_milli", "model", b"model", "organization", b"organization", "output_picos_per_token", b"output_picos_per_token", "reasoning_picos_per_token", b"reasoning_picos_per_token", "request_id", b"request_id", "request_picos", b"request_picos", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_picos_per_token", b"_cached_input_picos_per_token", "_embedding_picos_per_token", b"_embedding_picos_per_token", "_input_picos_per_token", b"_input_picos_per_token", "_markup_milli", b"_markup_milli", "_output_picos_per_token", b"_output_picos_per_token", "_reasoning_picos_per_token", b"_reasoning_picos_per_token", "_replica_hour_picos", b"_replica_hour_picos", "_request_picos", b"_request_picos", "cached_input_picos_per_token", b"cached_input_picos_per_token", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "input_picos_per_token", b"input_picos_per_token", "markup_milli", b"markup_milli", "model", b"model", "organization", b"organization", "output_picos_per_token", b"output_picos_per_token", "reasoning_picos_per_token", b"reasoning_picos_per_token", "replica_hour_picos", b"replica_hour_picos", "request_id", b"request_id", "request_picos", b"request_picos", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_input_picos_per_token: _TypeAlias = _typing.Literal["cached_input_picos_per_token"]  # noqa: Y015
     _WhichOneofArgType__cached_input_picos_per_token: _TypeAlias = _typing.Literal["_cached_input_picos_per_token", b"_cached_input_picos_per_token"]  # noqa: Y015
@@ -216,6 +224,8 @@ class SetResalePriceRequest(_message.Message):
     _WhichOneofArgType__output_picos_per_token: _TypeAlias = _typing.Literal["_output_picos_per_token", b"_output_picos_per_token"]  # noqa: Y015
     _WhichOneofReturnType__reasoning_picos_per_token: _TypeAlias = _typing.Literal["reasoning_picos_per_token"]  # noqa: Y015
     _WhichOneofArgType__reasoning_picos_per_token: _TypeAlias = _typing.Literal["_reasoning_picos_per_token", b"_reasoning_picos_per_token"]  # noqa: Y015
+    _WhichOneofReturnType__replica_hour_picos: _TypeAlias = _typing.Literal["replica_hour_picos"]  # noqa: Y015
+    _WhichOneofArgType__replica_hour_picos: _TypeAlias = _typing.Literal["_replica_hour_picos", b"_replica_hour_picos"]  # noqa: Y015
     _WhichOneofReturnType__request_picos: _TypeAlias = _typing.Literal["request_picos"]  # noqa: Y015
     _WhichOneofArgType__request_picos: _TypeAlias = _typing.Literal["_request_picos", b"_request_picos"]  # noqa: Y015
     @_typing.overload
@@ -230,6 +240,8 @@ class SetResalePriceRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__output_picos_per_token) -> _WhichOneofReturnType__output_picos_per_token | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_picos_per_token) -> _WhichOneofReturnType__reasoning_picos_per_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__replica_hour_picos) -> _WhichOneofReturnType__replica_hour_picos | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__request_picos) -> _WhichOneofReturnType__request_picos | None: ...
 
@@ -338,6 +350,7 @@ class ResaleStatement(_message.Message):
     CARRIED_IN_FIELD_NUMBER: _builtins.int
     TOTAL_ROUNDED_FIELD_NUMBER: _builtins.int
     LINES_FIELD_NUMBER: _builtins.int
+    REPLICA_SECOND_COUNT_FIELD_NUMBER: _builtins.int
     end_user: _builtins.str
     """Name of the end user. Empty for an erased one, and for usage without an end user."""
     end_user_id: _builtins.str
@@ -350,6 +363,8 @@ class ResaleStatement(_message.Message):
     """Number of requests."""
     token_count: _builtins.int
     """Number of tokens of all kinds."""
+    replica_second_count: _builtins.int
+    """Seconds of rented replicas, of each replica apart."""
     @_builtins.property
     def cost(self) -> _types_pb2.Money:
         """What the organization pays for the usage, before its plan. The costs of all statements of a
@@ -386,10 +401,11 @@ class ResaleStatement(_message.Message):
         carried_in: _types_pb2.Money | None = ...,
         total_rounded: _types_pb2.Money | None = ...,
         lines: _abc.Iterable[Global___ResaleStatementLine] | None = ...,
+        replica_second_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "carried_in", b"carried_in", "cost", b"cost", "total_rounded", b"total_rounded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "carried_in", b"carried_in", "cost", b"cost", "end_user", b"end_user", "end_user_id", b"end_user_id", "lines", b"lines", "month", b"month", "request_count", b"request_count", "state", b"state", "token_count", b"token_count", "total_rounded", b"total_rounded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "carried_in", b"carried_in", "cost", b"cost", "end_user", b"end_user", "end_user_id", b"end_user_id", "lines", b"lines", "month", b"month", "replica_second_count", b"replica_second_count", "request_count", b"request_count", "state", b"state", "token_count", b"token_count", "total_rounded", b"total_rounded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -397,7 +413,9 @@ Global___ResaleStatement: _TypeAlias = ResaleStatement  # noqa: Y015
 
 @_typing.final
 class ResaleStatementLine(_message.Message):
-    """Tokens of one kind and model, or its requests, at one version of the resale prices."""
+    """Tokens of one kind and model, its requests, or seconds of its rented replicas, at one version of
+    the resale prices.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -411,16 +429,16 @@ class ResaleStatementLine(_message.Message):
     model: _builtins.str
     """The model."""
     item: _builtins.str
-    """"requests", or the kind of token in lower case, as in other documents."""
+    """"requests", "replica_seconds", or the kind of token in lower case, as in other documents."""
     quantity: _builtins.int
-    """Number of requests or tokens."""
+    """Number of requests, seconds or tokens."""
     resale_price_version: _builtins.int
     """The version of the resale prices; 0 without one: at cost."""
     late_month: _builtins.str
     """The month of the usage as YYYY-MM, if that was closed before the usage was posted; else empty."""
     @_builtins.property
     def cost(self) -> _types_pb2.Money:
-        """What the organization pays for them."""
+        """What the organization pays for them. 0 for rented replicas, which have no cost at Weir."""
 
     @_builtins.property
     def amount(self) -> _types_pb2.Money:
@@ -570,3 +588,249 @@ class GetResaleStatementResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetResaleStatementResponse: _TypeAlias = GetResaleStatementResponse  # noqa: Y015
+
+@_typing.final
+class ReplicaRental(_message.Message):
+    """Replicas of a model that an organization rents to one end user for some time. Each second of each
+    replica is on the end user's statement, at the resale price per hour in force when it starts.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RENTAL_ID_FIELD_NUMBER: _builtins.int
+    END_USER_FIELD_NUMBER: _builtins.int
+    END_USER_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REPLICA_COUNT_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    rental_id: _builtins.int
+    """Number of the rental."""
+    end_user: _builtins.str
+    """Name of the end user. Empty for an erased one."""
+    end_user_id: _builtins.str
+    """UUID of the end user."""
+    model: _builtins.str
+    """The model."""
+    replica_count: _builtins.int
+    """Number of replicas."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """Start, a whole second."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """End, a whole second, which is not charged. Unset: open."""
+
+    def __init__(
+        self,
+        *,
+        rental_id: _builtins.int = ...,
+        end_user: _builtins.str = ...,
+        end_user_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        replica_count: _builtins.int = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "end_user", b"end_user", "end_user_id", b"end_user_id", "model", b"model", "rental_id", b"rental_id", "replica_count", b"replica_count", "start_time", b"start_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaRental: _TypeAlias = ReplicaRental  # noqa: Y015
+
+@_typing.final
+class RentReplicasRequest(_message.Message):
+    """Records a rental. ALREADY_EXISTS if the end user has one of the model at that time already."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    END_USER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REPLICA_COUNT_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of the organization; empty: the key's own. Unknown: NOT_FOUND."""
+    end_user: _builtins.str
+    """Name of the end user, known or not. Empty or malformed: INVALID_ARGUMENT."""
+    model: _builtins.str
+    """The model. INVALID_ARGUMENT if it has no resale price per hour at the start."""
+    replica_count: _builtins.int
+    """Number of replicas, 1 to 1000."""
+    request_id: _builtins.str
+    """Idempotency key: a UUID. A repetition returns the rental of the first call."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """Start, a whole second. Unset: now. INVALID_ARGUMENT in a closed month."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """End, a whole second after the start. Unset: open, until EndReplicaRental."""
+
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+        end_user: _builtins.str = ...,
+        model: _builtins.str = ...,
+        replica_count: _builtins.int = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "end_user", b"end_user", "model", b"model", "organization", b"organization", "replica_count", b"replica_count", "request_id", b"request_id", "start_time", b"start_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RentReplicasRequest: _TypeAlias = RentReplicasRequest  # noqa: Y015
+
+@_typing.final
+class RentReplicasResponse(_message.Message):
+    """The rental was recorded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RENTAL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rental(self) -> Global___ReplicaRental:
+        """The rental."""
+
+    def __init__(
+        self,
+        *,
+        rental: Global___ReplicaRental | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rental", b"rental"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rental", b"rental"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RentReplicasResponse: _TypeAlias = RentReplicasResponse  # noqa: Y015
+
+@_typing.final
+class EndReplicaRentalRequest(_message.Message):
+    """Sets the end of a rental, open or not. INVALID_ARGUMENT if it has ended in a closed month."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    RENTAL_ID_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of the organization; empty: the key's own. Unknown: NOT_FOUND."""
+    rental_id: _builtins.int
+    """Number of the rental. Unknown: NOT_FOUND."""
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """End, a whole second. Unset: now. The start itself cancels the rental. INVALID_ARGUMENT before
+        the start and in a closed month; ALREADY_EXISTS if it then overlaps with another rental.
+        """
+
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+        rental_id: _builtins.int = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "organization", b"organization", "rental_id", b"rental_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndReplicaRentalRequest: _TypeAlias = EndReplicaRentalRequest  # noqa: Y015
+
+@_typing.final
+class EndReplicaRentalResponse(_message.Message):
+    """The rental has its end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RENTAL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rental(self) -> Global___ReplicaRental:
+        """The rental after the change."""
+
+    def __init__(
+        self,
+        *,
+        rental: Global___ReplicaRental | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rental", b"rental"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rental", b"rental"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndReplicaRentalResponse: _TypeAlias = EndReplicaRentalResponse  # noqa: Y015
+
+@_typing.final
+class ListReplicaRentalsRequest(_message.Message):
+    """Requests rentals."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    END_USER_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of the organization; empty: the key's own. Unknown: NOT_FOUND."""
+    end_user: _builtins.str
+    """Name or id of the end user; empty: of all. Unknown: NOT_FOUND."""
+    page_size: _builtins.int
+    """Largest number of rentals, 1 to 1000. Default 100."""
+    page_token: _builtins.str
+    """`next_page_token` of the previous page. Empty: the first page. Malformed: INVALID_ARGUMENT."""
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+        end_user: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_user", b"end_user", "organization", b"organization", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListReplicaRentalsRequest: _TypeAlias = ListReplicaRentalsRequest  # noqa: Y015
+
+@_typing.final
+class ListReplicaRentalsResponse(_message.Message):
+    """A page of rentals."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RENTALS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty on the last page."""
+    @_builtins.property
+    def rentals(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaRental]:
+        """The latest recorded first."""
+
+    def __init__(
+        self,
+        *,
+        rentals: _abc.Iterable[Global___ReplicaRental] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "rentals", b"rentals"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListReplicaRentalsResponse: _TypeAlias = ListReplicaRentalsResponse  # noqa: Y015

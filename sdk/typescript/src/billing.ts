@@ -17,6 +17,7 @@ import type {
   EndUserState,
   Invoice,
   MonthExportFormat,
+  ReplicaRental,
   ResalePrice,
   ResaleStatement,
   ResaleStatementFormat,
@@ -206,6 +207,22 @@ export class BillingClient extends BillingCalls {
       const method = BillingService.method.listResalePrices;
       const page = await this.connection.call(method, init, options);
       for (const each of page.prices) yield wire.resalePrice(each);
+      pageToken = page.nextPageToken;
+      if (!pageToken) return;
+    }
+  }
+
+  /** Yields rentals of replicas, the latest recorded first: of an end user, or of all. */
+  async *listReplicaRentals(
+    endUser = "",
+    options: CallOptionsOf & { readonly organization?: string; readonly pageSize?: number } = {},
+  ): AsyncGenerator<ReplicaRental, void, void> {
+    const { organization = "", pageSize = 0 } = options;
+    const method = BillingService.method.listReplicaRentals;
+    for (let pageToken = ""; ; ) {
+      const init = { organization, endUser, pageSize, pageToken };
+      const page = await this.connection.call(method, init, options);
+      for (const each of page.rentals) yield wire.replicaRental(each);
       pageToken = page.nextPageToken;
       if (!pageToken) return;
     }

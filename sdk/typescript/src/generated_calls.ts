@@ -56,6 +56,7 @@ import {
   type QuotaSubject,
   type RecordedRequest,
   type ReplicaList,
+  type ReplicaRental,
   type ResalePrice,
   type RotatedApiKey,
   type UndrainedReplica,
@@ -125,6 +126,12 @@ export interface CreateApiKeyOptions extends CallOptionsOf {
    * relax it. False: those that cannot change the answer are ignored and named in a header.
    */
   readonly strictParameters?: boolean | undefined;
+  /**
+   * Group of the key within its organization, such as "free". Limits can be set for each key of a
+   * group: `SetQuotaRequest.for_each`. Empty: none. At most 100 printable characters, without a
+   * space at either end.
+   */
+  readonly group?: string | undefined;
 }
 
 /** Options of `rotateApiKey`. */
@@ -169,6 +176,11 @@ export interface UpdateApiKeyOptions extends CallOptionsOf {
   readonly allNetworks?: boolean | undefined;
   /** New value, see `ApiKey.strict_parameters`. Unset: unchanged. */
   readonly strictParameters?: boolean | undefined;
+  /**
+   * New group, see `CreateApiKeyRequest.group`; empty: none. Unset: unchanged. The limits of the
+   * new group count what the key has used in the current windows.
+   */
+  readonly group?: string | undefined;
 }
 
 /** Options of `listApiKeys`. */
@@ -218,10 +230,10 @@ export interface SetQuotaOptions extends CallOptionsOf {
    */
   readonly alertAt?: readonly number[] | undefined;
   /**
-   * The limit is a selector, "end_user" or "label:KEY": each end user, or each value of this label,
-   * within the organization or project gets a limit with these terms, from its first request on.
-   * Part of the limit's identity. InvalidRequest for a key, or with `for_new_keys`, `end_user` or
-   * `label`.
+   * The limit is a selector, "end_user", "label:KEY" or "key:GROUP": each end user, each value of
+   * this label, or each key of this group within the organization or project gets a limit with
+   * these terms, from its first request on. Part of the limit's identity. InvalidRequest for a key,
+   * or with `for_new_keys`, `end_user` or `label`.
    */
   readonly forEach?: string | undefined;
   /**
@@ -515,6 +527,33 @@ export interface SetResalePriceOptions extends CallOptionsOf {
   readonly effectiveTime?: Date | undefined;
   /** Idempotency key: a UUID. A repetition returns the version of the first call. */
   readonly requestId?: string | undefined;
+  /** Picos per hour of each rented replica of the model. Unset: 0. */
+  readonly replicaHourPicos?: number | bigint | undefined;
+}
+
+/** Options of `rentReplicas`. */
+export interface RentReplicasOptions extends CallOptionsOf {
+  /** Number of replicas, 1 to 1000. */
+  readonly replicaCount?: number | bigint | undefined;
+  /** Name or id of the organization; empty: the key's own. Unknown: NotFound. */
+  readonly organization?: string | undefined;
+  /** Start, a whole second. Unset: now. InvalidRequest in a closed month. */
+  readonly startTime?: Date | undefined;
+  /** End, a whole second after the start. Unset: open, until EndReplicaRental. */
+  readonly endTime?: Date | undefined;
+  /** Idempotency key: a UUID. A repetition returns the rental of the first call. */
+  readonly requestId?: string | undefined;
+}
+
+/** Options of `endReplicaRental`. */
+export interface EndReplicaRentalOptions extends CallOptionsOf {
+  /**
+   * End, a whole second. Unset: now. The start itself cancels the rental. InvalidRequest before the
+   * start and in a closed month; AlreadyExists if it then overlaps with another rental.
+   */
+  readonly endTime?: Date | undefined;
+  /** Name or id of the organization; empty: the key's own. Unknown: NotFound. */
+  readonly organization?: string | undefined;
 }
 
 /** Calls of `AdminService` that need no code of their own. */
@@ -637,6 +676,7 @@ export class AdminCalls extends UnaryClient {
       maxOutputTokens: whole("maxOutputTokens", options.maxOutputTokens),
       allowedNetworks: options.allowedNetworks && [...options.allowedNetworks],
       strictParameters: options.strictParameters,
+      group: options.group,
     });
     const method = AdminService.method.createApiKey;
     const response = await this.connection.call(method, init, options, false);
@@ -686,6 +726,7 @@ export class AdminCalls extends UnaryClient {
       allowedNetworks: options.allowedNetworks && [...options.allowedNetworks],
       allNetworks: options.allNetworks,
       strictParameters: options.strictParameters,
+      group: options.group,
     });
     const method = AdminService.method.updateApiKey;
     const response = await this.connection.call(method, init, options);
@@ -1473,10 +1514,56 @@ export class BillingCalls extends UnaryClient {
       withdrawn: options.withdrawn,
       effectiveTime: options.effectiveTime && timestampFromDate(options.effectiveTime),
       requestId: options.requestId ?? randomUUID(),
+      replicaHourPicos: whole("replicaHourPicos", options.replicaHourPicos),
     });
     const method = BillingService.method.setResalePrice;
     const response = await this.connection.call(method, init, options);
     return wire.resalePrice(response.price);
+  }
+
+  /**
+   * Records that an organization rents replicas of a model to an end user, at its resale price per
+   * hour. It changes statements only: the scope `billing` is enough, and no replica is started.
+   *
+   * @param endUser Name of the end user, known or not. Empty or malformed: InvalidRequest.
+   * @param model The model. InvalidRequest if it has no resale price per hour at the start.
+   */
+  async rentReplicas(
+    endUser: string,
+    model: string,
+    options: RentReplicasOptions = {},
+  ): Promise<ReplicaRental> {
+    const init = defined({
+      endUser: endUser,
+      model: model,
+      replicaCount: whole("replicaCount", options.replicaCount),
+      organization: options.organization,
+      startTime: options.startTime && timestampFromDate(options.startTime),
+      endTime: options.endTime && timestampFromDate(options.endTime),
+      requestId: options.requestId ?? randomUUID(),
+    });
+    const method = BillingService.method.rentReplicas;
+    const response = await this.connection.call(method, init, options);
+    return wire.replicaRental(response.rental);
+  }
+
+  /**
+   * Sets the end of a rental, now or at another time of a month that is not closed.
+   *
+   * @param rentalId Number of the rental. Unknown: NotFound.
+   */
+  async endReplicaRental(
+    rentalId: number | bigint,
+    options: EndReplicaRentalOptions = {},
+  ): Promise<ReplicaRental> {
+    const init = defined({
+      rentalId: whole("rentalId", rentalId),
+      endTime: options.endTime && timestampFromDate(options.endTime),
+      organization: options.organization,
+    });
+    const method = BillingService.method.endReplicaRental;
+    const response = await this.connection.call(method, init, options);
+    return wire.replicaRental(response.rental);
   }
 
 }

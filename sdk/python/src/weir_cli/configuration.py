@@ -124,7 +124,8 @@ def apply(
     prune: Annotated[
         bool,
         typer.Option(
-            "--prune", help="Remove limits and revoke keys that are missing from the file's lists."
+            "--prune",
+            help="Remove limits and resale prices, and revoke keys, that the file's lists lack.",
         ),
     ] = False,
     exit_code: Annotated[

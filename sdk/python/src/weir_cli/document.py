@@ -84,11 +84,21 @@ BILLING_PROFILE = Section(
     required=(),
 )
 
+RESALE_PRICE = Section(
+    {
+        "model": text("model"),
+        **entries(TERMS["resale price"]),
+        "effective": moment("effective_time"),
+    },
+    required=(),
+)
+
 ORGANIZATION = Section(
     {
         "name": text("name"),
         "currency": text("currency_code"),
         "billing_profile": Sections("billing_profile", BILLING_PROFILE, is_list=False),
+        "resale_prices": Sections("resale_prices", RESALE_PRICE, prune="prune_resale_prices"),
         "quotas": QUOTAS,
         "projects": Sections("projects", PROJECT),
     },
@@ -154,6 +164,7 @@ SECTIONS = {
     "key": KEY,
     "quota": QUOTA,
     "price": PRICE,
+    "resale_price": RESALE_PRICE,
 }
 
 

@@ -127,7 +127,7 @@ def tier(name: str) -> Scalar:
 
 
 def selector(name: str) -> Scalar:
-    """Build a `Scalar` for what a limit is given to each of: `end-user`, or `label:KEY`."""
+    """Build a `Scalar` for what a limit is given to each of: such as `end-user`."""
     return Scalar(
         name, lambda given, _: parse_selector(given), lambda value, _: selector_text(str(value))
     )
@@ -211,11 +211,13 @@ def dimension_of(value: Json) -> QuotaDimension:
 
 # Entries of terms by their kind.
 KINDS: Mapping[str, Callable[[str], Scalar | Words]] = {
+    "amount": amount,
     "count": count,
     "multiplier": thousandths,
     "percentages": partial(Words, are_percentages=True),
     "price": price,
     "switch": truth,
+    "text": text,
     "weight": thousandths,
     "words": Words,
 }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from weir_client import Money, ResaleStatementFormat
+from weir_client import ResaleStatementFormat
 
 from weir_cli.connection import (
     MonthArgument,
@@ -18,13 +19,19 @@ from weir_cli.connection import (
     organization_or_default,
 )
 from weir_cli.months import write_content
-from weir_cli.plans import SinceOption, utc
+from weir_cli.plans import TIME_FORMATS, SinceOption, utc
 from weir_cli.render import Table, put
 from weir_cli.terms import TERMS, options_of, values_of
-from weir_cli.texts import amount_text, end_user_text, resale_rate
+from weir_cli.texts import amount_or_none, amount_text, end_user_text, resale_rate, time_text
 
 if TYPE_CHECKING:
-    from weir_client import BillingClient, ResalePrice, ResaleStatement, ResaleStatementLine
+    from weir_client import (
+        BillingClient,
+        ReplicaRental,
+        ResalePrice,
+        ResaleStatement,
+        ResaleStatementLine,
+    )
 
 EVERY_MODEL = "all models"
 CLOSED_ONLY = "amounts may still change until the month is closed"
@@ -33,7 +40,9 @@ resale = typer.Typer(
     help="Set what you charge your own users, and get their statements.", no_args_is_help=True
 )
 price = typer.Typer(help="Set and list the prices for your users.", no_args_is_help=True)
+rental = typer.Typer(help="Record replicas that your users rent by the hour.", no_args_is_help=True)
 resale.add_typer(price, name="price")
+resale.add_typer(rental, name="rental")
 
 
 PRICES: Table[ResalePrice] = Table(
@@ -45,15 +54,18 @@ PRICES: Table[ResalePrice] = Table(
             for term in TERMS["resale price"]
             if term.kind == "price"
         },
-        "request": lambda each: (
-            amount_text(Money("", each.request_picos)) if each.request_picos else None
-        ),
+        "request": lambda each: amount_or_none(each.request_picos),
+        "replica hour": lambda each: amount_or_none(each.replica_hour_picos),
         "since": "effective_time",
         "version": lambda each: str(each.version),
     },
-    right=("markup", "input", "cached input", "output", "reasoning", "embedding", "request"),
+    right=(
+        *("markup", "input", "cached input", "output", "reasoning", "embedding", "request"),
+        "replica hour",
+    ),
+    optional={"replica hour": lambda each: each.replica_hour_picos},
     empty="no resale prices: your users are charged your cost; see `weir resale price set --help`",
-    title="prices per million tokens, and per request",
+    title="prices per million tokens, per request, and per hour of a replica",
     drop=("version", "cached input", "embedding", "reasoning"),
 )
 STATEMENTS: Table[ResaleStatement] = Table(
@@ -69,6 +81,18 @@ STATEMENTS: Table[ResaleStatement] = Table(
     right=("requests", "tokens", "your cost", "amount", "to charge"),
     empty="no usage in this month",
     drop=("id", "tokens", "requests"),
+)
+RENTALS: Table[ReplicaRental] = Table(
+    {
+        "id": lambda each: str(each.rental_id),
+        "end user": lambda each: each.end_user or "erased",
+        "model": "model",
+        "replicas": "replica_count",
+        "from": "start_time",
+        "until": lambda each: "open" if each.end_time is None else time_text(each.end_time),
+    },
+    right=("id", "replicas"),
+    empty="no rentals; see `weir resale rental start --help`",
 )
 LINES: Table[ResaleStatementLine] = Table(
     {
@@ -128,6 +152,79 @@ def list_prices(
     owner = organization_or_default(organization, client.address)
     found = list(client.list_resale_prices(owner, history=history))
     return found, PRICES.of(found)
+
+
+@rental.command("start")
+@calls(billing_client)
+def start_rental(
+    client: BillingClient,
+    end_user: Annotated[str, typer.Argument(help="Your user, known or not.")],
+    model: Annotated[str, typer.Argument(help="The model; it needs a price per replica and hour.")],
+    replicas: Annotated[int, typer.Option(min=1, help="Number of replicas.")] = 1,
+    start_time: Annotated[
+        datetime | None,
+        typer.Option(
+            "--from",
+            help="Start, in UTC, in a month that is not closed. Default: now.",
+            formats=TIME_FORMATS,
+        ),
+    ] = None,
+    end_time: Annotated[
+        datetime | None,
+        typer.Option("--until", help="End, in UTC. Default: open.", formats=TIME_FORMATS),
+    ] = None,
+    organization: OrganizationOption = None,
+) -> Output:
+    """Record that a user rents replicas of a model, at your price per hour.
+
+    It changes their statement only. Weir neither starts nor reserves a replica for them.
+    """
+    made = client.rent_replicas(
+        end_user,
+        model,
+        replicas,
+        organization=organization_or_default(organization, client.address),
+        start_time=utc(start_time),
+        end_time=utc(end_time),
+    )
+    return made, RENTALS.drawn([made])
+
+
+@rental.command("end")
+@calls(billing_client)
+def end_rental(
+    client: BillingClient,
+    rental_id: Annotated[int, typer.Argument(help="Number of the rental.")],
+    end_time: Annotated[
+        datetime | None,
+        typer.Option(
+            "--at",
+            help="End, in UTC. Default: now. The start cancels the rental.",
+            formats=TIME_FORMATS,
+        ),
+    ] = None,
+    organization: OrganizationOption = None,
+) -> Output:
+    """Set the end of a rental, in a month that is not closed."""
+    ended = client.end_replica_rental(
+        rental_id, utc(end_time), organization=organization_or_default(organization, client.address)
+    )
+    return ended, RENTALS.drawn([ended])
+
+
+@rental.command("list")
+@calls(billing_client)
+def list_rentals(
+    client: BillingClient,
+    end_user: Annotated[
+        str, typer.Option("--end-user", help="Only this user, by name or id.")
+    ] = "",
+    organization: OrganizationOption = None,
+) -> Output:
+    """List the rentals of your users, the latest recorded first."""
+    owner = organization_or_default(organization, client.address)
+    found = list(client.list_replica_rentals(end_user, organization=owner, page_size=1000))
+    return found, RENTALS.of(found)
 
 
 @resale.command("statements")

@@ -109,6 +109,7 @@ KEYS: Table[ApiKey] = Table(
         "key": "name",
         "of": lambda each: f"{each.organization_name}/{each.project_name}",
         "prefix": "prefix",
+        "group": lambda each: each.group or None,
         "scopes": lambda each: " ".join(each.scopes),
         "models": lambda each: " ".join(each.models) or "all",
         "state": key_state,
@@ -116,6 +117,7 @@ KEYS: Table[ApiKey] = Table(
         "last used": use_text,
         "id": "api_key_id",
     },
+    optional={"group": lambda each: each.group},
     drop=("id", "created", "models", "last used", "scopes"),
 )
 QUOTAS: Table[QuotaStatus] = Table(
@@ -164,7 +166,7 @@ ONE = {
     "label": option(str, "Limits of the requests with this label, such as team=search."),
 }
 ONES = {
-    "each": option(str, "Give the limit to each of them: `end-user`, or `label:KEY`."),
+    "each": option(str, "Give the limit to each of them: `end-user`, `label:KEY` or `key:GROUP`."),
     "end_user": option(str, "Limit this end user only: your own user, as requests name it."),
     "label": option(str, "Limit the requests with this label only, such as team=search."),
 }

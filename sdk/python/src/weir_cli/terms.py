@@ -27,6 +27,7 @@ KINDS: Mapping[str, tuple[str, Any, Callable[[str], Any] | None]] = {
     "percentages": ("", str, parse_thresholds),
     "price": ("_picos_per_token", str, parse_price),
     "switch": ("", bool, None),
+    "text": ("", str, None),
     "weight": ("_milli", int, None),
     "words": ("", list[str], None),
 }
@@ -115,6 +116,12 @@ TERMS = {
             label="unknown parameters",
             shown="refused",
         ),
+        Term(
+            "group",
+            "text",
+            "Group of keys, such as free, that limits can name with --each key:free. '' for none.",
+            label="group",
+        ),
     ),
     "quota": (
         Term(
@@ -169,6 +176,7 @@ TERMS = {
         Term("reasoning", "price", "Price of a million tokens of thinking. Default: as --output."),
         Term("embedding", "price", "Price of a million embedded tokens. Default: the markup."),
         Term("request", "amount", "Price of each request, beside its tokens, such as 0.001."),
+        Term("replica_hour", "amount", "Price of an hour of a rented replica, such as 4.00."),
     ),
 }
 
@@ -204,4 +212,4 @@ def restrictions(key: ApiKey | KeyRestrictions) -> Iterator[tuple[str, str]]:
             if term.kind == "words":
                 yield term.label, " ".join(value)
             else:
-                yield term.label, term.shown or f"{value:,}"
+                yield term.label, term.shown or (value if term.kind == "text" else f"{value:,}")

@@ -197,8 +197,9 @@ def parse_selector(text: str) -> str:
     """Convert a selector to the one of the API. Raises: ValueError."""
     if text == "end-user":
         return "end_user"
-    if not text.removeprefix("label:") or not text.startswith("label:"):
-        raise ValueError("give end-user, or label:KEY such as label:team")
+    kind, _, name = text.partition(":")
+    if kind not in ("label", "key") or not name:
+        raise ValueError("give end-user, label:KEY such as label:team, or key:GROUP")
     return text
 
 
@@ -377,6 +378,11 @@ def applied_rate(kind: str, applied: AppliedPrice) -> str:
     return rate(kind, applied.version)
 
 
+def amount_or_none(picos: int) -> str | None:
+    """Format an amount without its currency; None for 0."""
+    return amount_text(Money("", picos)) if picos else None
+
+
 def resale_rate(kind: str, price: ResalePrice) -> str | None:
     """Format the resale price of a million tokens of a kind; None where the markup applies."""
     picos = getattr(price, f"{kind}_picos_per_token")
@@ -455,7 +461,8 @@ def use_text(key: ApiKey) -> str:
 
 def each_text(for_each: str) -> str:
     """Say in words what a selector gives its limit to: "end user", "label team"."""
-    return "end user" if for_each == "end_user" else for_each.replace(":", " ", 1)
+    kind, _, name = for_each.partition(":")
+    return {"end_user": "end user", "key": f"key of group {name}"}.get(kind, f"{kind} {name}")
 
 
 def quota_owner(quota: QuotaStatus) -> str:
@@ -476,7 +483,7 @@ def quota_remarks(quota: QuotaStatus) -> str:
     """Format the special properties of a limit in parentheses; empty if it has none."""
     notes = [f"{quota.window_minutes:,} minutes"] if quota.window_minutes else []
     if quota.selector_id:
-        notes.append("by selector")
+        notes.append(f"by group {quota.group}" if quota.group else "by selector")
     weights = (quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli)
     if len({*weights, 1000}) > 1 and any(weights):
         notes.append("weights " + "/".join(f"{weight / 1000:g}" for weight in weights))

@@ -18,6 +18,7 @@ from weir_client.generated_values import (
     EndUserState,
     Invoice,
     MonthExportFormat,
+    ReplicaRental,
     ResalePrice,
     ResaleStatement,
     ResaleStatementFormat,
@@ -186,6 +187,21 @@ class AsyncBillingClient(AsyncBillingCalls):
 
     list_resale_prices = items_of(_resale_price_pages)
 
+    async def _replica_rental_pages(
+        self, end_user: str = "", *, organization: str = "", page_size: int = 0
+    ) -> AsyncIterator[list[ReplicaRental]]:
+        """Yield pages of rentals, the latest recorded first: of an end user, or of all.
+
+        An empty `organization` means the key's own. Raises: NotFound, InvalidRequest.
+        """
+        request = resale_pb2.ListReplicaRentalsRequest(
+            organization=organization, end_user=end_user, page_size=page_size
+        )
+        async for page in self._pages(self._stub.ListReplicaRentals, request):
+            yield [wire.read(ReplicaRental, each) for each in page.rentals]
+
+    list_replica_rentals = items_of(_replica_rental_pages)
+
     async def _resale_statement_pages(
         self, month: str, *, organization: str = "", page_size: int = 0
     ) -> AsyncIterator[list[ResaleStatement]]:
@@ -256,6 +272,7 @@ class BillingClient(BlockingBillingCalls):
     export_credit_note = blocking(AsyncBillingClient.export_credit_note)
     list_alerts = blocking_items(AsyncBillingClient._alert_pages)
     list_resale_prices = blocking_items(AsyncBillingClient._resale_price_pages)
+    list_replica_rentals = blocking_items(AsyncBillingClient._replica_rental_pages)
     list_resale_statements = blocking_items(AsyncBillingClient._resale_statement_pages)
     get_resale_statement = blocking(AsyncBillingClient.get_resale_statement)
     export_resale_statement = blocking(AsyncBillingClient.export_resale_statement)

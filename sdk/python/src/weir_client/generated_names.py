@@ -15,8 +15,8 @@ KeyChange KeyRestrictions KillResult KilledRequest LiveOrganization LiveRequest 
 ModelTask ModelVersion Month MonthCharge MonthExportFormat MonthReport MonthReportLine MonthState
 MonthVerification Obstacle Organization PaymentState Plan PlanAssignment PlanList PrepaidCredit
 Price PriceList PriceVersion Project QuotaDimension QuotaStatus QuotaSubject Quote Reconciliation
-RecordedRequest RefusedField Replica ReplicaDrain ReplicaList ReplicaState RequestCounts
-RequestPhase ResalePrice ResaleStatement ResaleStatementFormat ResaleStatementLine RotatedApiKey
-SimulatedCustomer Stage Timings TokenKind TokenLogprob TokenLogprobs UndrainedReplica Usage
-UsageForecast UsageGrouping UsagePage UsageReport UsageRow UsageShare
+RecordedRequest RefusedField Replica ReplicaDrain ReplicaList ReplicaRental ReplicaState
+RequestCounts RequestPhase ResalePrice ResaleStatement ResaleStatementFormat ResaleStatementLine
+RotatedApiKey SimulatedCustomer Stage Timings TokenKind TokenLogprob TokenLogprobs UndrainedReplica
+Usage UsageForecast UsageGrouping UsagePage UsageReport UsageRow UsageShare
 """
