@@ -11,7 +11,6 @@ decisions here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from operator import attrgetter
 
@@ -391,7 +390,9 @@ def new_holds(writes: BatchWrites, owner: HoldOwner) -> list[Statement]:
         id_number_array(ids),
         number_array(numbers),
         bytes_array([op.payload_hash for op, _ in writes.holds]),
-        text_array([json.dumps(op.labels) if op.labels else None for op, _ in writes.holds]),
+        text_array(
+            [_encode_json(op.labels).decode() if op.labels else None for op, _ in writes.holds]
+        ),
     )
     return [(INSERT_HOLDS, values)]
 

@@ -85,11 +85,11 @@ def end_user_hash(salt: bytes, name: str) -> bytes:
 
 def labels_hash(salt: bytes, labels: Mapping[str, str]) -> bytes:
     """Hash labels, by key, with their salt."""
-    parts = [LABELS, salt, LENGTH.pack(len(labels))]
-    for pair in sorted(labels.items()):
-        for text in pair:
-            encoded = text.encode()
-            parts += LENGTH.pack(len(encoded)), encoded
+    pack = LENGTH.pack
+    parts = [LABELS, salt, pack(len(labels))]
+    for key in sorted(labels):
+        name, value = key.encode(), labels[key].encode()
+        parts += pack(len(name)), name, pack(len(value)), value
     return sha256(b"".join(parts)).digest()
 
 
