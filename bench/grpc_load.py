@@ -91,15 +91,15 @@ class RequestMaker:
 
     def __init__(self, load: Load, prompts: list[str], output_tokens: int) -> None:
         self._bodies = []
-        named: list[dict[str, str]] = [{"end_user": each} for each in load.end_users] or [{}]
-        for prompt, end_user in itertools.product(prompts, named):
+        for prompt, end_user in itertools.product(prompts, load.end_users or [""]):
             start = pb.StartFrame(
                 model=load.model,
                 max_output_tokens=output_tokens,
                 ignore_eos=load.ignore_eos,
                 labels=load.labels,
-                **end_user,
             )
+            if end_user:  # an older tree has no such field
+                start.end_user = end_user
             if load.chat:
                 start.conversation.messages.add(role=pb.ROLE_USER, content=prompt)
             else:
