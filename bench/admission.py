@@ -65,6 +65,16 @@ from metering.store.pipeline import Connection
 
 ACTIVE_COUNT = 1000  # end users
 CONNECTION_COUNT_MAX = 64
+SELECTOR = """
+INSERT INTO quotas (subject, subject_id, for_each, dimension, limit_value)
+VALUES ('organization', %s, 'end_user', 'cost_picos_per_month', 1000000000000000)
+RETURNING id
+"""
+COPY_END_USERS = "COPY usage_subjects (id, organization_id, kind, name) FROM STDIN"
+# Their terms are read from the selector.
+COPY_MEMBER_QUOTAS = """
+COPY quotas (id, subject, subject_id, within_id, selector_id, dimension, limit_value) FROM STDIN
+"""
 
 
 class Store(Protocol):
@@ -273,18 +283,6 @@ class Stores:
             return await measure(
                 plain_pair(idle), tenants, concurrency, self._seconds, self._database()
             )
-
-
-SELECTOR = """
-INSERT INTO quotas (subject, subject_id, for_each, dimension, limit_value)
-VALUES ('organization', %s, 'end_user', 'cost_picos_per_month', 1000000000000000)
-RETURNING id
-"""
-COPY_END_USERS = "COPY usage_subjects (id, organization_id, kind, name) FROM STDIN"
-# Their terms are read from the selector.
-COPY_MEMBER_QUOTAS = """
-COPY quotas (id, subject, subject_id, within_id, selector_id, dimension, limit_value) FROM STDIN
-"""
 
 
 def create_end_users(url: str, payer: Payer, count: int) -> list[str]:
