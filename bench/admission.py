@@ -39,6 +39,7 @@ from typing import Any, Protocol
 import psycopg
 import uvloop
 
+from api.serving import COLLECT_AFTER
 from bench.admission_plain import INPUT_TOKENS, OUTPUT_TOKENS, Pair, plain_pair
 from bench.harness import Bench, Case, Cases, Figure, Values, main, note
 from bench.site import (
@@ -64,6 +65,16 @@ from metering.store.pipeline import Connection
 
 ACTIVE_COUNT = 1000  # end users
 CONNECTION_COUNT_MAX = 64
+SELECTOR = """
+INSERT INTO quotas (subject, subject_id, for_each, dimension, limit_value)
+VALUES ('organization', %s, 'end_user', 'cost_picos_per_month', 1000000000000000)
+RETURNING id
+"""
+COPY_END_USERS = "COPY usage_subjects (id, organization_id, kind, name) FROM STDIN"
+# Their terms are read from the selector.
+COPY_MEMBER_QUOTAS = """
+COPY quotas (id, subject, subject_id, within_id, selector_id, dimension, limit_value) FROM STDIN
+"""
 
 
 class Store(Protocol):
@@ -274,36 +285,38 @@ class Stores:
             )
 
 
-# Every end user of the tenant with the limit that its selector gives.
-END_USERS = """
-WITH selector AS (
-    INSERT INTO quotas (subject, subject_id, for_each, dimension, limit_value)
-    VALUES ('organization', %(organization)s, 'end_user', 'cost_picos_per_month', 1000000000000000)
-    RETURNING id
-)
-INSERT INTO usage_subjects (organization_id, kind, name)
-SELECT %(organization)s, 'end_user', 'user-' || number FROM generate_series(1, %(count)s) number
-"""
-MEMBER_QUOTAS = """
-INSERT INTO quotas (subject, subject_id, within_id, selector_id, dimension, limit_value)
-SELECT 'end_user', u.id, s.subject_id, s.id, s.dimension, s.limit_value
-FROM quotas s
-JOIN usage_subjects u ON u.organization_id = s.subject_id
-WHERE s.subject_id = %(organization)s AND s.for_each = 'end_user'
-"""
+def create_end_users(url: str, payer: Payer, count: int) -> list[str]:
+    """Create end users of a tenant, each with the limit that a selector gives; return the names.
+
+    Names and ids ascend together, so that every index grows at its end.
+    """
+    names = [f"user-{number:09}" for number in range(count)]
+    ids, quota_ids = (sorted(uuid.uuid4().hex for _ in names) for _ in range(2))
+    organization = payer.organization_id
+    with psycopg.connect(psycopg_conninfo(url), autocommit=True) as connection:
+        [selector] = connection.execute(SELECTOR, (organization,)).fetchone() or ()
+        users = (
+            f"{each}\t{organization}\tend_user\t{name}\n"
+            for each, name in zip(ids, names, strict=True)
+        )
+        quotas = (
+            f"{quota}\tend_user\t{each}\t{organization}\t{selector}\tcost_picos_per_month\t1\n"
+            for quota, each in zip(quota_ids, ids, strict=True)
+        )
+        for statement, rows in ((COPY_END_USERS, users), (COPY_MEMBER_QUOTAS, quotas)):
+            with connection.cursor().copy(statement) as copy:
+                while lines := "".join(itertools.islice(rows, 10_000)):
+                    copy.write(lines)
+        connection.execute("VACUUM ANALYZE")
+    return names
 
 
 def end_user_cases(
     stores: Stores, url: str, tenants: list[Payer], generator_us: float, count: int
 ) -> Cases:
     """Create end users with limits; make the cases of one tenant without, and of one with them."""
-    values = {"organization": tenants[1].organization_id, "count": count}
-    with psycopg.connect(psycopg_conninfo(url), autocommit=True) as connection:
-        connection.execute(END_USERS, values)
-        connection.execute(MEMBER_QUOTAS, values)
-        connection.execute("ANALYZE")
-    step = max(count // ACTIVE_COUNT, 1)
-    active = [f"user-{number}" for number in range(1, count + 1, step)][:ACTIVE_COUNT]
+    names = create_end_users(url, tenants[1], count)
+    active = names[:: max(count // ACTIVE_COUNT, 1)][:ACTIVE_COUNT]
 
     def case(concurrency: int) -> Case:
         async def without() -> Values:
@@ -326,7 +339,8 @@ async def prepare(options: argparse.Namespace) -> AsyncIterator[Cases]:
         migrate(url)
         many = create_tenants(url, options.tenants)
         stores = Stores(url, options.seconds)
-        gc.freeze()  # as in an api process
+        gc.freeze()  # as in an api process, like the thresholds
+        gc.set_threshold(*COLLECT_AFTER)
         generator = await stores.generator(many)
         generator_us = generator.cpu_s / generator.pair_count * 1e6
         note(f"the load generator takes {generator_us:.0f} µs of CPU per pair, left out")

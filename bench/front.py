@@ -8,14 +8,15 @@ simulated engine without delays, and the client. Each request asks for one token
 each with its own key and five quotas. The baseline is a bare gRPC server instead of the api
 process, with the same number of frames. CPU times are per request. "Until the batch" is the
 server's time from a start frame to the engine's batch; admission and end are seen by the client.
-The last case has half of the rate reached before, or `--rate`, at random times.
+The case at random times has half of the rate reached before, or `--rate`. The last one compares
+requests with an end user and four labels to those without; nothing of them is limited.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from bench.grpc_load import STAGES
@@ -25,6 +26,10 @@ from bench.site import MODEL, Server, add_site_options, create_keys, new_site, q
 LOAD = "bench.grpc_load"
 STREAM_COUNT = 64
 WARM_UP_S = 1.0
+SUBJECTS = {
+    "end_users": [f"user-{number}" for number in range(4)],
+    "labels": {"team": "search", "feature": "autocomplete", "environment": "live", "run": "4711"},
+}
 SHARES = {"p50": 0.5, "p99": 0.99}
 TIMES = {"batch": "until the batch", "admitted": "to admission", "finished": "to the end"}
 FIGURES = {
@@ -61,8 +66,15 @@ def prepare(options: argparse.Namespace) -> Iterator[Cases]:
             "Weir": stack.enter_context(site.simulated(0.0, profile=options.profile)),
         }
 
-        def case(name: str, stream_count: int, outstanding_count: int, *, paced: bool) -> Case:
-            def run(way: str, server: Server) -> Values:
+        def case(
+            name: str,
+            stream_count: int,
+            outstanding_count: int,
+            *,
+            paced: bool,
+            named: bool = False,
+        ) -> Case:
+            def run(way: str, server: Server, subjects: Mapping[str, object]) -> Values:
                 load = {
                     "addresses": [server.address],
                     "model": MODEL,
@@ -73,6 +85,7 @@ def prepare(options: argparse.Namespace) -> Iterator[Cases]:
                     "rate_per_s": (options.rate or reached[0] / 2) if paced else 0.0,
                     "warm_up_s": WARM_UP_S,
                     "seconds": options.seconds,
+                    **subjects,
                 }
                 report, used_s = run_load((LOAD, "client"), load, server.processes)
                 count, stages = max(report["request_count"], 1), report["stages_ms"]
@@ -81,7 +94,7 @@ def prepare(options: argparse.Namespace) -> Iterator[Cases]:
                     reached[0] = per_s
                 used_s["client"] = report["cpu_s"]
                 times = {"admitted": report["admitted_ms"], "finished": report["finished_ms"]}
-                if way == "Weir":
+                if way != "bare gRPC":
                     times["batch"] = [sum(each) for each in zip(*stages.values(), strict=True)]
                     times |= stages if paced else {}
                 return {
@@ -95,14 +108,23 @@ def prepare(options: argparse.Namespace) -> Iterator[Cases]:
                     },
                 }
 
-            return Case(name, {way: partial(run, way, each) for way, each in servers.items()})
+            if named:
+                weir, ways = servers["Weir"], {"without": {}, "end users": SUBJECTS}
+                return Case(
+                    name, {way: partial(run, way, weir, each) for way, each in ways.items()}
+                )
+            return Case(name, {way: partial(run, way, each, {}) for way, each in servers.items()})
 
         paced = case("requests at random times", STREAM_COUNT, 1, paced=True)
         full = [
             case(f"{STREAM_COUNT} streams, one request on each", STREAM_COUNT, 1, paced=False),
             case("16 streams, 16 requests on each", 16, 16, paced=False),
         ]
-        yield [paced] if options.rate else [*full, paced]
+        named = case("16 requests on each, for end users", 16, 16, paced=False, named=True)
+        if options.end_users:
+            yield [named]
+        else:
+            yield [paced] if options.rate else [*full, paced, named]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +134,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--prompt-words", type=int, default=25, help="each about one token (default: %(default)s)"
     )
     parser.add_argument(
-        "--rate", type=float, help="only the last case: requests per second, at random times"
+        "--rate", type=float, help="only the case at random times, with so many requests per second"
+    )
+    parser.add_argument(
+        "--end-users", action="store_true", help="only the case with end users and labels"
     )
 
 

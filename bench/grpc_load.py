@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import random
 import sys
@@ -41,7 +42,8 @@ class Load:
 
     Requests have one of `prompts`, the first ones one of `first_prompts` if there are any; as a
     `chat` or as text. `rate_per_s` asks for random arrivals on all streams together instead; 0 for
-    none. With `step_s`, the duration of an engine step, probes follow for another `seconds`.
+    none. With `step_s`, the duration of an engine step, probes follow for another `seconds`. Each
+    request has one of `end_users`, if there are any, and all `labels`.
     """
 
     addresses: list[str]
@@ -57,6 +59,8 @@ class Load:
     first_prompts: list[str] = field(default_factory=list)
     chat: bool = False
     ignore_eos: bool = True
+    end_users: list[str] = field(default_factory=list)
+    labels: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -87,10 +91,15 @@ class RequestMaker:
 
     def __init__(self, load: Load, prompts: list[str], output_tokens: int) -> None:
         self._bodies = []
-        for prompt in prompts:
+        for prompt, end_user in itertools.product(prompts, load.end_users or [""]):
             start = pb.StartFrame(
-                model=load.model, max_output_tokens=output_tokens, ignore_eos=load.ignore_eos
+                model=load.model,
+                max_output_tokens=output_tokens,
+                ignore_eos=load.ignore_eos,
+                labels=load.labels,
             )
+            if end_user:  # an older tree has no such field
+                start.end_user = end_user
             if load.chat:
                 start.conversation.messages.add(role=pb.ROLE_USER, content=prompt)
             else:

@@ -17,8 +17,8 @@ column "simulated" is Weir with its simulated engine of the same speed instead.
    limits from a custom authentication function, since its keys need its database; two processes
    share a Redis server, or Weir's database.
 4. Ten requests at once of an end user that no one knows, against a default limit for three, in
-   many tries: four api processes, one of which is killed. LiteLLM has no part in it: its budgets of
-   end users need its database.
+   many tries: four api processes, one of which is killed. LiteLLM's budgets of end users need its
+   database, so its limits are those of a minute, by tokens as Weir's, and by requests.
 5. `kill -9` under load: complete responses without a usage record. LiteLLM's records are those of
    its `generic_api` callback, since its spend logs need its database.
 """
@@ -83,7 +83,7 @@ WHERE state <> 'voided'
   AND project_id = (SELECT project_id FROM api_keys WHERE prefix = %s)
 GROUP BY end_user_id
 """
-FIRST_COUNT, FIRST_LIMIT = 10, 3
+FIRST_COUNT, FIRST_LIMIT, FIRST_PROCESSES = 10, 3, 4
 OUTPUT_TOKENS = 16
 PROMPT = " ".join(["hotel"] * 25)
 BURST, LIMIT = 500, 100
@@ -101,7 +101,8 @@ from litellm.proxy._types import UserAPIKeyAuth
 LIMITS = {limits}
 
 async def authenticate(request, api_key):
-    return UserAPIKeyAuth(api_key=api_key, **LIMITS[api_key.split("-")[1]])
+    user = (await request.json()).get("user")
+    return UserAPIKeyAuth(api_key=api_key, end_user_id=user, **LIMITS[api_key.split("-")[1]])
 """
 
 
@@ -198,8 +199,13 @@ def litellm(
     """Run LiteLLM's proxy as its page on production advises, configured with the lines `more`."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-")))
-        tokens_max = LIMIT * (len(PROMPT.split()) + OUTPUT_TOKENS)
-        limits = {"requests": {"rpm_limit": LIMIT}, "tokens": {"tpm_limit": tokens_max}}
+        token_count = len(PROMPT.split()) + OUTPUT_TOKENS
+        limits = {
+            "requests": {"rpm_limit": LIMIT},
+            "tokens": {"tpm_limit": LIMIT * token_count},
+            "first_requests": {"end_user_rpm_limit": FIRST_LIMIT},
+            "first_tokens": {"end_user_tpm_limit": FIRST_LIMIT * token_count},
+        }
         (folder / "limits.py").write_text(CUSTOM_AUTH.format(limits=limits))
         (folder / "config.yaml").write_text(
             f"""
@@ -331,20 +337,34 @@ def first_requests(site: Site, settings: Mapping[str, Any], try_count: int) -> V
     """
     [secret] = create_keys(site.database_url, 1)
     with psycopg.connect(psycopg_conninfo(site.database_url), autocommit=True) as connection:
-        with weir(site, settings, secret, process_count=4) as gateway:
+        with weir(site, settings, secret, process_count=FIRST_PROCESSES) as gateway:
             limit = FIRST_LIMIT * (prompt_token_count(gateway) + OUTPUT_TOKENS)
             connection.execute(DEFAULT_LIMIT, (limit, prefix_of(secret)))
-            load = {"connection_count": FIRST_COUNT, "try_count": try_count}
-            process = client(gateway, "first", **load)
-            assert process.stdout is not None
-            process.stdout.readline()
-            os.kill(gateway.serving()[0], signal.SIGKILL)
-            tries: list[list[int]] = seen_by(process)["tries"]
+            tries = first_tries(gateway, try_count)
         rows = connection.execute(ADMITTED, (prefix_of(secret),)).fetchall()
     return {
-        "tries": len(tries),
+        **tried(tries),
         "exact": sum(row[0] == FIRST_LIMIT for row in rows),
+    }
+
+
+def first_tries(gateway: Running, try_count: int) -> list[list[int]]:
+    """Send first requests, kill a process after a third of the tries; return all statuses."""
+    process = client(gateway, "first", connection_count=FIRST_COUNT, try_count=try_count)
+    assert process.stdout is not None
+    process.stdout.readline()
+    os.kill(gateway.serving()[0], signal.SIGKILL)
+    tries: list[list[int]] = seen_by(process)["tries"]
+    return tries
+
+
+def tried(tries: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Count tries, and those in which as many were served as the limit allows, or more."""
+    return {
+        "tries": len(tries),
+        "exact": sum(each.count(200) == FIRST_LIMIT for each in tries),
         "over": sum(each.count(200) > FIRST_LIMIT for each in tries),
+        "served_per_try": statistics.mean(each.count(200) for each in tries),
     }
 
 
@@ -487,32 +507,43 @@ class World:
                 }
 
         def theirs() -> Values:
-            more = "}\ngeneral_settings: {custom_auth: limits.authenticate}"
-            with redis() if process_count > 1 else contextlib.nullcontext() as port:
-                if port:
-                    cache = f"{{type: redis, host: 127.0.0.1, port: {port}}}"
-                    more = f", cache: true, cache_params: {cache}{more}"
-                with litellm(
-                    self.site,
-                    self.options.litellm,
-                    self.port,
-                    more=more,
-                    process_count=process_count,
-                ) as gateway:
-                    return {
-                        f"served_{kind}": burst(replace(gateway, key=f"sk-{kind}"))
-                        for kind in LIMITS
-                    }
+            with self.limited_litellm(process_count) as gateway:
+                return {
+                    f"served_{kind}": burst(replace(gateway, key=f"sk-{kind}")) for kind in LIMITS
+                }
 
         name = f"{BURST} at once, limit for {LIMIT}, {process_count} processes"
         return Case(name, {"Weir": ours} | ({"LiteLLM": theirs} if self.options.litellm else {}))
 
+    @contextlib.contextmanager
+    def limited_litellm(self, process_count: int) -> Iterator[Running]:
+        """Run LiteLLM with the limits of `CUSTOM_AUTH`; several processes share a Redis server."""
+        more = "}\ngeneral_settings: {custom_auth: limits.authenticate}"
+        with redis() if process_count > 1 else contextlib.nullcontext() as port:
+            if port:
+                cache = f"{{type: redis, host: 127.0.0.1, port: {port}}}"
+                more = f", cache: true, cache_params: {cache}{more}"
+            python = self.options.litellm
+            with litellm(
+                self.site, python, self.port, more=more, process_count=process_count
+            ) as gateway:
+                yield gateway
+
     def firsts(self) -> Case:
         """Build the case of first requests of unknown end users."""
-        run = partial(first_requests, self.site, self.remote, self.options.tries)
-        return Case(
-            f"{FIRST_COUNT} first requests of an end user, limit for {FIRST_LIMIT}", {"Weir": run}
-        )
+
+        def theirs(kind: str) -> Values:
+            with self.limited_litellm(FIRST_PROCESSES) as gateway:
+                return tried(
+                    first_tries(replace(gateway, key=f"sk-first_{kind}"), self.options.tries)
+                )
+
+        ways: dict[str, Measure] = {
+            "Weir": partial(first_requests, self.site, self.remote, self.options.tries)
+        }
+        if self.options.litellm:
+            ways |= {f"LiteLLM {kind}": partial(theirs, kind) for kind in ("tokens", "requests")}
+        return Case(f"{FIRST_COUNT} first requests of an end user, limit for {FIRST_LIMIT}", ways)
 
     def kills(self) -> Case:
         """Build the case of responses without a record after kills under load."""
@@ -559,7 +590,8 @@ def prepare(options: argparse.Namespace) -> Iterator[Cases]:
         direct_ms = ttft_ms(Running("upstream", [port], "none", list), options.seconds)
         [key] = create_keys(url, 1)
         world = World(options, site, port, direct_ms, remote, simulated, key)
-        yield [world.speeds(), world.bursts(1), world.bursts(2), world.firsts(), world.kills()]
+        cases = [world.speeds(), world.bursts(1), world.bursts(2), world.firsts(), world.kills()]
+        yield [world.firsts()] if options.first_requests else cases
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -575,6 +607,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tries", type=int, default=1000, help="of first requests (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--first-requests", action="store_true", help="only the case of first requests"
     )
 
 
@@ -593,6 +628,7 @@ FIGURES = {
     "tries": Figure("tries", compared="no"),
     "exact": Figure("exactly the limit", compared="no"),
     "over": Figure("over the limit", compared="no"),
+    "served_per_try": Figure("served in a try", ".1f", "no"),
     "lost": Figure("without a record", compared="no"),
     "delivered": Figure("complete responses", compared="no"),
 }

@@ -61,7 +61,7 @@ from metering.quotas.quota_rules import (
 from metering.quotas.quotas import Counters
 from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt
 from metering.receipts.encoding import owners_in
-from metering.receipts.subjects import Subjects, new_salt
+from metering.receipts.subjects import NO_SUBJECTS, Subjects, new_salt
 from metering.store.pipeline import packed_id
 
 END_USERS_MAX = 1_000_000  # per organization, unless set otherwise
@@ -88,7 +88,7 @@ class HoldTerms:
 
     `payer_ids` are the ids of organization, project and key as in receipts, 48 bytes. `charged` are
     the prices that quotas on money count. `end_user` is the number of the end user's id, 0 without
-    one, and `salt` the one of its receipts. The packed ids are elements of a packed array.
+    one, and `subjects` its part in receipts. The packed ids are several elements of a packed array.
     """
 
     payer_ids: bytes
@@ -97,12 +97,12 @@ class HoldTerms:
     prices: TokenPrices
     quota_ids: tuple[int, ...]
     end_user: int = 0
-    salt: bytes = b""
+    subjects: Subjects | None = None
     charged: TokenPrices = field(init=False)
     money: Scale = field(init=False)  # `charged` as a scale
     project_id: bytes = field(init=False)
-    packed_payer_ids: list[bytes] = field(init=False)  # organization, project, key, end user
-    packed_quota_ids: list[bytes] = field(init=False)
+    packed_payer_ids: bytes = field(init=False)  # organization, project, key, end user
+    packed_quota_ids: bytes = field(init=False)
 
     def __post_init__(self) -> None:
         """Compute the derived fields once, because every batch reads them."""
@@ -110,8 +110,8 @@ class HoldTerms:
         self.money = money_scale(self.charged)
         self.project_id = self.payer_ids[16:32]
         ids = *(each.int for each in owners_in(self.payer_ids)), self.end_user
-        self.packed_payer_ids = [packed_id(each) for each in ids]
-        self.packed_quota_ids = list(map(packed_id, self.quota_ids))
+        self.packed_payer_ids = b"".join(map(packed_id, ids))
+        self.packed_quota_ids = b"".join(map(packed_id, self.quota_ids))
 
 
 @dataclass(slots=True, eq=False)
@@ -148,6 +148,8 @@ class AdmissionTerms:
 
     def member_key(self, op: Admit) -> MemberKey | None:
         """Return the key of the request's terms in `members`; None if these ones apply."""
+        if not self.label_keys:
+            return (op.end_user,) if op.end_user else None
         labels = op.labels
         key = (op.end_user, *(labels.get(each, "") for each in self.label_keys))
         return key if any(key) else None
@@ -446,8 +448,9 @@ class Decisions(msgspec.Struct, eq=False):
             self.created.add(each.id.int)
             reads.room[each.organization_id.int, each.kind] -= 1
         hold = Hold(op.hold_id, op.request_id, common, rules, sent, 0, lease, 0, 0, (), now, now)
-        if op.end_user or op.labels:
-            hold.subjects = Subjects(op.end_user, common.salt, op.labels)
+        hold.subjects = common.subjects
+        if op.labels:
+            hold.subjects = (common.subjects or NO_SUBJECTS).with_labels(op.labels)
         self.writes.holds.append((op, hold))
         reads.same_requests[request_key] = op.payload_hash, None
         return Admitted(

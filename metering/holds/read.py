@@ -624,7 +624,7 @@ class MemberReads:
         rules: list[QuotaRule] = []
         new_rules: list[QuotaRule] = []
         changed: list[Member] = []
-        end_user, salt = 0, b""
+        end_user, subjects = 0, None
         for for_each, name in names_of(base, key):
             selectors = [each for each in base.selectors if each.for_each == for_each]
             member = self.members.get(name)
@@ -633,7 +633,7 @@ class MemberReads:
                     continue  # a label value without a limit has no row
                 member = self.members[name] = Member(*name, uuid.uuid4(), is_new=True)
             if for_each == FOR_END_USERS:
-                end_user, salt = member.id.int, member.salt
+                end_user, subjects = member.id.int, Subjects(member.name, member.salt, {})
             if member.is_new or member.is_archived or member.is_idle:
                 changed.append(member)
             own = self.rules_of(base, member)
@@ -652,7 +652,7 @@ class MemberReads:
                 common.prices,
                 tuple(rule.number for rule in all_rules),
                 end_user,
-                salt,
+                subjects,
             ),
             all_rules,
             min(

@@ -382,24 +382,27 @@ def new_holds(writes: BatchWrites, owner: HoldOwner) -> list[Statement]:
     payers: list[bytes] = []
     terms: list[int] = []
     quota_ids: list[bytes] = []
+    last = 0  # quota id
     models: dict[str, int] = {}  # finding an element of an array of texts reads those before it
     for each in indexes:
-        payers += each.packed_payer_ids  # of organization, project, key and end user
-        first = len(quota_ids) + 1
-        quota_ids += each.packed_quota_ids
+        payers.append(each.packed_payer_ids)
+        quota_ids.append(each.packed_quota_ids)
+        first, last = last + 1, last + len(each.quota_ids)
         model = models.setdefault(each.model, len(models) + 1)
-        terms += model, each.prices.version, first, len(quota_ids), each.embedding
+        terms += model, each.prices.version, first, last, each.embedding
     values = (
         str(owner.process_id),
         owner.expiry_s,
-        packed_array(UUID_OID, payers),
+        packed_array(UUID_OID, 4 * len(payers), payers),
         text_array(models),
         number_array(terms),
-        packed_array(UUID_OID, quota_ids),
+        packed_array(UUID_OID, last, quota_ids),
         id_number_array(ids),
         number_array(numbers),
         bytes_array([op.payload_hash for op, _ in writes.holds]),
-        text_array([json.dumps(op.labels) if op.labels else None for op, _ in writes.holds]),
+        text_array(
+            [_encode_json(op.labels).decode() if op.labels else None for op, _ in writes.holds]
+        ),
     )
     return [(INSERT_HOLDS, values)]
 
@@ -451,10 +454,11 @@ def usage_writes(
 
 def subject_columns(receipts: Sequence[IssuedReceipt]) -> list[bytes]:
     """Pack hashes and salts of end users and labels; empty arrays if no receipt has any."""
-    found = [receipt.hashes or NO_HASHES for receipt in receipts]
-    if not any(map(any, found)):
+    found = [receipt.hashes for receipt in receipts]
+    if not any(found):
         return [NO_BYTES] * len(NO_HASHES)
-    return [bytes_array(column) for column in zip(*found, strict=True)]
+    columns = zip(*[each or NO_HASHES for each in found], strict=True)
+    return [bytes_array(column) if any(column) else NO_BYTES for column in columns]
 
 
 def issue_receipt(
@@ -491,8 +495,7 @@ def timings_json(op: Settle) -> str | None:
 
 def key_columns(keys: Collection[CounterKey]) -> tuple[bytes, bytes]:
     """Pack counter keys into two array parameters."""
-    numbers, starts = zip(*keys, strict=True) if keys else ((), ())
-    return id_number_array(numbers), time_array(starts)
+    return id_number_array([key[0] for key in keys]), time_array([key[1] for key in keys])
 
 
 def counter_columns(
@@ -515,14 +518,14 @@ def counter_increments(counters: Counters) -> tuple[list[CounterKey], list[State
     If a counter has a limit, the statement returns rows of the key's 1-based index, used and held.
     It fails with GuardFailed if a limit has no room or a counter row is missing.
     """
-    limits = counters.limits
-    keys: list[CounterKey] = []
-    numbers: list[int] = []
-    for key, (used, held) in sorted(counters.all_increments().items()):
-        keys.append(key)
-        numbers += used, held, limits.get(key, NO_LIMIT)
+    limits, increments = counters.limits, counters.all_increments()
+    keys = sorted(increments)  # without the amounts, which would make comparing slower
     if not keys:
         return [], []
+    numbers: list[int] = []
+    for key in keys:
+        used, held = increments[key]
+        numbers += used, held, limits.get(key, NO_LIMIT)
     values = (number_array(numbers), *key_columns(keys), len(keys))
     return keys, [(INCREMENT_AND_RETURN if limits else INCREMENT, values)]
 

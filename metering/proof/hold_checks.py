@@ -103,8 +103,8 @@ HOLD_CHECKS = (
     # Many holds have the same few combinations: they are grouped first, then looked up.
     Check(
         "holds-have-one-customer",
-        "The key, project and organization of a hold belong together, and its quotas belong to"
-        " one of them.",
+        "The key, project, organization and end user of a hold belong together, and its quotas"
+        " belong to one of them.",
         violations_sql(
             "concat('hold ', any_hold_id)",
             f"""
@@ -112,6 +112,7 @@ HOLD_CHECKS = (
                    c.api_key_id, c.project_id, c.organization_id, c.end_user_id, c.quota_ids)
                    c.*, k.project_id AS key_project_id,
                    p.organization_id AS project_organization_id,
+                   u.organization_id AS end_user_organization_id,
                    NOT EXISTS (
                        SELECT
                        FROM unnest(c.quota_ids) AS charged (id)
@@ -135,8 +136,13 @@ HOLD_CHECKS = (
             ) AS c
             LEFT JOIN api_keys k ON k.id = c.api_key_id
             LEFT JOIN projects p ON p.id = c.project_id
+            LEFT JOIN usage_subjects u ON u.id = c.end_user_id AND u.kind = 'end_user'
             """,
             {
+                """end_user_id IS NOT NULL
+            AND end_user_organization_id IS DISTINCT FROM organization_id""": (
+                    "'has an end user of another customer'"
+                ),
                 """(key_project_id, project_organization_id)
             IS DISTINCT FROM (project_id, organization_id)""": (
                     "'has a key, a project and an organization that do not belong together'"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 
 from sqlalchemy import func, or_, select, text, update
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -26,7 +26,7 @@ from metering.store.db import Sessions, database_now
 ACTION = "end_user.erase"
 REASON, STATES = "override_reason", (AuditEntry.before, AuditEntry.after)
 ROWS_MAX = 10_000  # per statement: far below its timeout, and other transactions wait briefly
-# Each statement reads all requests of the organization.
+# A statement may read all requests of the organization that are left.
 LONG_STATEMENTS = text("SET LOCAL statement_timeout = '300s'")
 LOCK_ADMISSIONS = text(f"SELECT pg_advisory_xact_lock({QUOTA_LOCK})")
 # Lets the triggers of append-only tables pass statements that remove labels with this value.
@@ -37,19 +37,26 @@ NAMED = """
     AND jsonb_path_exists(
         labels, '$.* ? (@ == $name)', jsonb_build_object('name', CAST(:name AS text)))
 """
-# Holds first: an event that is written afterwards copies the labels of its hold.
+FIRST_KEY = uuid.UUID(int=0), -1, datetime.min.replace(tzinfo=UTC)  # before all others
+# Each with the key before all rows. Holds first: an event that is written afterwards copies the
+# labels of its hold. A statement begins after the last row of the one before it.
 ERASE_LABELS = tuple(
-    text(f"""
-        UPDATE {table} SET labels = labels_without(labels, :name){more}
-        WHERE ({key}) IN (
-            SELECT {key} FROM {table} WHERE {NAMED} ORDER BY {key} LIMIT :rows_max
-            FOR NO KEY UPDATE)
-        RETURNING 1
-    """)
-    for table, key, more in (
-        ("holds", "id", ""),
+    (
+        text(f"""
+            UPDATE {table} SET labels = labels_without(labels, :name){more}
+            WHERE ({key}) IN (
+                SELECT {key} FROM {table}
+                WHERE {NAMED} AND ({key}) > ({", ".join(f":after_{i}" for i in range(length))})
+                ORDER BY {key} LIMIT :rows_max
+                FOR NO KEY UPDATE)
+            RETURNING {key}
+        """),
+        FIRST_KEY[:length],
+    )
+    for table, key, length, more in (
+        ("holds", "id", 1, ""),
         # The hash of the labels in its receipt cannot be recomputed any more.
-        ("usage_events", "hold_id, part, settled_at", ", receipt_labels_salt = NULL"),
+        ("usage_events", "hold_id, part, settled_at", 3, ", receipt_labels_salt = NULL"),
     )
 )
 
@@ -134,7 +141,7 @@ class Erasure:
         """
         until: datetime | None = None
         counts: list[int] = []
-        for statement in ERASE_LABELS:
+        for statement, after in ERASE_LABELS:
             counts.append(0)
             is_done = False
             while not is_done:
@@ -142,11 +149,17 @@ class Erasure:
                     until = until or await database_now(session)
                     await session.execute(LONG_STATEMENTS)
                     await session.execute(ALLOW, {"name": self.name})
-                    given = {"organization_id": self.organization_id, "until": until}
-                    limits = {"name": self.name, "rows_max": rows_max}
-                    changed = (await session.scalars(statement, given | limits)).all()
-                    counts[-1] += len(changed)
-                    is_done = len(changed) < rows_max
+                    values: dict[str, object] = {
+                        "organization_id": self.organization_id,
+                        "until": until,
+                        "name": self.name,
+                        "rows_max": rows_max,
+                        **{f"after_{index}": part for index, part in enumerate(after)},
+                    }
+                    changed = [tuple(row) for row in await session.execute(statement, values)]
+                counts[-1] += len(changed)
+                after = max(changed, default=after)
+                is_done = len(changed) < rows_max
         if any(counts) and not erased.subject_count:
             async with sessions.begin() as session:
                 await self._record(session, str(self.organization_id))

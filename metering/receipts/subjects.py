@@ -30,15 +30,18 @@ class Subjects(NamedTuple):
     salt: bytes
     labels: Mapping[str, str]
 
+    def with_labels(self, labels: Mapping[str, str]) -> Subjects:
+        """Return the same end user with these labels."""
+        return Subjects(self.end_user, self.salt, labels)
+
     def hashed(self, request_id: bytes) -> SubjectHashes:
         """Hash end user and labels for one receipt."""
-        name, labels_salt, of_labels = b"", b"", b""
-        if self.salt:
-            name = end_user_hash(end_user_salt(self.salt, request_id), self.end_user)
-        if self.labels:
-            labels_salt = new_salt()
-            of_labels = labels_hash(labels_salt, self.labels)
-        return SubjectHashes(name, of_labels, labels_salt)
+        end_user, salt, labels = self
+        name = end_user_hash(end_user_salt(salt, request_id), end_user) if salt else b""
+        if not labels:
+            return SubjectHashes(name)
+        labels_salt = new_salt()
+        return SubjectHashes(name, labels_hash(labels_salt, labels), labels_salt)
 
 
 class SubjectHashes(NamedTuple):
@@ -58,6 +61,7 @@ class SubjectProof(NamedTuple):
     labels_salt: bytes = b""
 
 
+NO_SUBJECTS = Subjects("", b"", {})
 NO_HASHES = SubjectHashes()
 
 
@@ -81,11 +85,11 @@ def end_user_hash(salt: bytes, name: str) -> bytes:
 
 def labels_hash(salt: bytes, labels: Mapping[str, str]) -> bytes:
     """Hash labels, by key, with their salt."""
-    parts = [LABELS, salt, LENGTH.pack(len(labels))]
-    for pair in sorted(labels.items()):
-        for text in pair:
-            encoded = text.encode()
-            parts += LENGTH.pack(len(encoded)), encoded
+    pack = LENGTH.pack
+    parts = [LABELS, salt, pack(len(labels))]
+    for key in sorted(labels):
+        name, value = key.encode(), labels[key].encode()
+        parts += pack(len(name)), name, pack(len(value)), value
     return sha256(b"".join(parts)).digest()
 
 

@@ -328,9 +328,12 @@ def packed_time(at: datetime) -> bytes:
     return _TIME.pack(8, (at - _POSTGRES_EPOCH) // _MICROSECOND)
 
 
-def packed_array(oid: int, elements: Sequence[bytes]) -> bytes:
-    """Pack elements, each its length and value, as a one-dimensional array without NULL."""
-    return _head(oid, len(elements)) + b"".join(elements)
+def packed_array(oid: int, count: int, elements: Iterable[bytes]) -> bytes:
+    """Pack elements, each its length and value, as a one-dimensional array without NULL.
+
+    `elements` are `count` in all; one item may have several.
+    """
+    return _head(oid, count) + b"".join(elements)
 
 
 @lru_cache(maxsize=4096)

@@ -152,6 +152,10 @@ FAULTS = faults(f"""
                                         | '00000000-0000-0000-0000-000000000001'
     do not belong together              | UPDATE holds SET project_id = (SELECT id FROM projects
                                         | WHERE name = 'other')
+    end user of another customer        | UPDATE holds SET end_user_id = gen_random_uuid() WHERE
+                                        | state = 'settled'
+    end user of another customer        | UPDATE usage_subjects SET organization_id = (SELECT id
+                                        | FROM organizations WHERE name = 'other')
     quota of another customer           | UPDATE holds SET quota_ids = (SELECT array_agg(id) FROM
                                         | quotas WHERE limit_value = 9)
     priced as model demo                | UPDATE holds SET model = 'another'

@@ -247,6 +247,36 @@ async def test_a_removed_selector_set_again_starts_with_the_use_of_its_window(
     check_invariants(world.url)
 
 
+async def test_a_known_end_user_is_admitted_without_reading_its_row(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    """With many end users, each row is on a page of its own."""
+    payer = world.tenant()
+    await limit(sessions, payer, SPENT_MONTHLY, 10**9, for_each="end_user")
+
+    async def read_count(holds: HoldConnection) -> object:
+        assert holds._connection is not None
+        await holds._connection.execute("SELECT pg_stat_force_next_flush()")
+        return world.one(
+            "SELECT seq_tup_read + idx_tup_fetch FROM pg_stat_user_tables WHERE relname ="
+            " 'usage_subjects'"
+        )
+
+    async def run_pairs(holds: HoldConnection) -> None:
+        operations = [admit(payer, end_user=name, labels={"team": "red"}) for name in "abc"]
+        assert await admitted_count(holds, *operations) == 3
+        await holds.execute([settle(op.hold_id, 5) for op in operations])
+
+    async with connection(world) as holds:
+        for _ in range(2):  # creates the rows, then caches them
+            await run_pairs(holds)
+        known = await read_count(holds)
+
+        await run_pairs(holds)
+
+        assert await read_count(holds) == known
+
+
 async def test_the_bound_refuses_a_new_end_user_and_an_archived_one_makes_room(
     world: HoldWorld, sessions: Sessions
 ) -> None:
