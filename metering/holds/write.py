@@ -11,7 +11,6 @@ decisions here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 

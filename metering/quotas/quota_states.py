@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 from sqlalchemy import (
     ColumnElement,
     Select,
-    and_,
     case,
     func,
     literal,
-    or_,
     select,
     text,
     true,

@@ -25,25 +25,35 @@ export const QUOTA_DIMENSIONS = [
   "requests-per-day",
   "requests-per-week",
   "requests-per-month",
+  "requests-per-window",
+  "requests-per-lifetime",
   "tokens-per-minute",
   "tokens-per-hour",
   "tokens-per-day",
   "tokens-per-week",
   "tokens-per-month",
+  "tokens-per-window",
+  "tokens-per-lifetime",
   "input-tokens-per-minute",
   "input-tokens-per-hour",
   "input-tokens-per-day",
   "input-tokens-per-week",
   "input-tokens-per-month",
+  "input-tokens-per-window",
+  "input-tokens-per-lifetime",
   "output-tokens-per-minute",
   "output-tokens-per-hour",
   "output-tokens-per-day",
   "output-tokens-per-week",
   "output-tokens-per-month",
+  "output-tokens-per-window",
+  "output-tokens-per-lifetime",
   "cost-per-hour",
   "cost-per-day",
   "cost-per-week",
   "cost-per-month",
+  "cost-per-window",
+  "cost-per-lifetime",
   "prepaid-credit",
 ] as const;
 
@@ -213,9 +223,12 @@ export interface QuotaStatus {
    * lowered below the usage.
    */
   readonly remainingValue: bigint;
-  /** Time when the window ends and `used_value` resets to zero. Unset for concurrency. */
+  /**
+   * Time when the window ends and `used_value` resets to zero. In a rolling window, it falls step
+   * by step until then. Unset for concurrency, prepaid credit and the lifetime.
+   */
   readonly resetTime: Date | undefined;
-  /** Time from now to `reset_time`. Unset for concurrency. */
+  /** Time from now to `reset_time`. Unset with it. */
   readonly resetDelayMs: number | undefined;
   /**
    * Display name: "organization", "organization/project", a key's prefix, the name of an end user,
@@ -267,7 +280,8 @@ export interface QuotaStatus {
   readonly alertAt: readonly bigint[];
   /**
    * The limit is a selector: it limits nothing itself, and gives a limit to each end user
-   * ("end_user"), or to each value of a label ("label:team"), within its subject. Otherwise empty.
+   * ("end_user"), to each value of a label ("label:team"), or to each key of a group ("key:free"),
+   * within its subject. Otherwise empty.
    */
   readonly forEach: string;
   /**
@@ -282,6 +296,12 @@ export interface QuotaStatus {
   readonly withinName: string;
   /** UUID of the selector that gives this limit its terms. Empty if it has terms of its own. */
   readonly selectorId: string;
+  /** Length of a rolling window. 0 for every other dimension. */
+  readonly windowMinutes: number;
+  /**
+   * Group of keys by which the key has this limit, from a selector "key:GROUP". Otherwise empty.
+   */
+  readonly group: string;
 }
 
 /** One user of a customer, as requests name it. */
@@ -707,6 +727,8 @@ export interface KeyRestrictions {
   readonly strictParameters: boolean;
   /** The latest rotation of the key or widening of its rights. Unset: there was none. */
   readonly latestChange: KeyChange | undefined;
+  /** Group of the key within its organization. Empty: none. */
+  readonly group: string;
 }
 
 /** Price of a model. */
@@ -919,17 +941,22 @@ export interface ResalePrice {
   readonly withdrawn: boolean;
   /** Start of validity. */
   readonly effectiveTime: Date | undefined;
+  /** Picos per hour of each rented replica of the model. */
+  readonly replicaHourPicos: bigint;
 }
 
-/** Tokens of one kind and model, or its requests, at one version of the resale prices. */
+/**
+ * Tokens of one kind and model, its requests, or seconds of its rented replicas, at one version of
+ * the resale prices.
+ */
 export interface ResaleStatementLine {
   /** The model. */
   readonly model: string;
-  /** "requests", or the kind of token in lower case, as in other documents. */
+  /** "requests", "replica_seconds", or the kind of token in lower case, as in other documents. */
   readonly item: string;
-  /** Number of requests or tokens. */
+  /** Number of requests, seconds or tokens. */
   readonly quantity: number;
-  /** What the organization pays for them. */
+  /** What the organization pays for them. 0 for rented replicas, which have no cost at Weir. */
   readonly cost: Money;
   /** What the end user is charged, exact to the pico. */
   readonly amount: Money;
@@ -968,6 +995,8 @@ export interface ResaleStatement {
   readonly totalRounded: Money;
   /** Lines by model and kind. Empty in lists. */
   readonly lines: readonly ResaleStatementLine[];
+  /** Seconds of rented replicas, of each replica apart. */
+  readonly replicaSecondCount: number;
 }
 
 /** Format of a statement as a file. */
@@ -975,6 +1004,27 @@ export type ResaleStatementFormat =
   | "json"
   | "csv"
   | "pdf";
+
+/**
+ * Replicas of a model that an organization rents to one end user for some time. Each second of each
+ * replica is on the end user's statement, at the resale price per hour in force when it starts.
+ */
+export interface ReplicaRental {
+  /** Number of the rental. */
+  readonly rentalId: number;
+  /** Name of the end user. Empty for an erased one. */
+  readonly endUser: string;
+  /** UUID of the end user. */
+  readonly endUserId: string;
+  /** The model. */
+  readonly model: string;
+  /** Number of replicas. */
+  readonly replicaCount: number;
+  /** Start, a whole second. */
+  readonly startTime: Date | undefined;
+  /** End, a whole second, which is not charged. Unset: open. */
+  readonly endTime: Date | undefined;
+}
 
 /** Actual and simulated charges of a month for one organization. */
 export interface SimulatedCustomer {
@@ -1170,6 +1220,11 @@ export interface ApiKey {
    * relax it. False: those that cannot change the answer are ignored and named in a header.
    */
   readonly strictParameters: boolean;
+  /**
+   * Group of the key within its organization, such as "free". Limits can be set for each key of a
+   * group: `SetQuotaRequest.for_each`. Empty: none.
+   */
+  readonly group: string;
 }
 
 /** The key with its secret, which no later call returns. */
@@ -1575,15 +1630,19 @@ export interface ConfigurationChange {
   /** Action. */
   readonly action: ChangeAction;
   /**
-   * Kind of the object: "organization", "billing_profile", "project", "key", "quota" or "price".
+   * Kind of the object: "organization", "billing_profile", "project", "key", "quota", "price" or
+   * "resale_price".
    */
   readonly kind: string;
   /**
-   * Path of the object: "acme", "acme/search", "acme/search/laptop"; for a price the model. A quota
-   * has the path of its subject.
+   * Path of the object: "acme", "acme/search", "acme/search/laptop"; for a price the model and its
+   * customer. A quota has the path of its subject.
    */
   readonly path: string;
-  /** Identity of a quota: dimension, model, `for_new_keys`, `for_each`, `end_user` and `label`. */
+  /**
+   * Identity of a quota: dimension, `window_minutes`, model, `for_new_keys`, `for_each`, `end_user`
+   * and `label`.
+   */
   readonly quota: JsonValue | undefined;
   /** Changed fields; all fields of a new object. */
   readonly fields: readonly FieldChange[];

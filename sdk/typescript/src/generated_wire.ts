@@ -172,9 +172,11 @@ import {
   type UndrainReplicaResponse as UndrainReplicaResponseMessage,
 } from "./gen/weir/v1/replicas_pb.js";
 import {
+  ReplicaRentalSchema,
   ResalePriceSchema,
   ResaleStatementLineSchema,
   ResaleStatementSchema,
+  type ReplicaRental as ReplicaRentalMessage,
   type ResalePrice as ResalePriceMessage,
   type ResaleStatement as ResaleStatementMessage,
   type ResaleStatementLine as ResaleStatementLineMessage,
@@ -274,6 +276,7 @@ import {
   type Replica,
   type ReplicaDrain,
   type ReplicaList,
+  type ReplicaRental,
   type ReplicaState,
   type RequestCounts,
   type RequestPhase,
@@ -407,6 +410,8 @@ export function quotaStatus(
     withinId: value.withinId,
     withinName: value.withinName,
     selectorId: value.selectorId,
+    windowMinutes: value.windowMinutes,
+    group: value.group,
   });
 }
 
@@ -647,6 +652,7 @@ export function keyRestrictions(
     allowedNetworks: value.allowedNetworks,
     strictParameters: value.strictParameters,
     latestChange: value.latestChange && keyChange(value.latestChange),
+    group: value.group,
   };
 }
 
@@ -767,6 +773,7 @@ export function resalePrice(
     requestPicos: value.requestPicos,
     withdrawn: value.withdrawn,
     effectiveTime: date(value.effectiveTime),
+    replicaHourPicos: value.replicaHourPicos,
   });
 }
 
@@ -799,6 +806,21 @@ export function resaleStatement(
     carriedIn: money(value.carriedIn),
     totalRounded: money(value.totalRounded),
     lines: value.lines.map((each) => resaleStatementLine(each)),
+    replicaSecondCount: count(value.replicaSecondCount),
+  };
+}
+
+export function replicaRental(
+  value: ReplicaRentalMessage = create(ReplicaRentalSchema),
+): ReplicaRental {
+  return {
+    rentalId: count(value.rentalId),
+    endUser: value.endUser,
+    endUserId: value.endUserId,
+    model: value.model,
+    replicaCount: count(value.replicaCount),
+    startTime: date(value.startTime),
+    endTime: date(value.endTime),
   };
 }
 
@@ -898,6 +920,7 @@ export function apiKey(
     organizationName: value.organizationName,
     projectName: value.projectName,
     strictParameters: value.strictParameters,
+    group: value.group,
   };
 }
 

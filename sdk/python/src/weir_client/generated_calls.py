@@ -60,6 +60,7 @@ from weir_client.generated_values import (
     QuotaSubject,
     RecordedRequest,
     ReplicaList,
+    ReplicaRental,
     ResalePrice,
     RotatedApiKey,
     UndrainedReplica,
@@ -174,6 +175,7 @@ class AsyncAdminCalls(UnaryClient):
         max_output_tokens: int | None = None,
         allowed_networks: Sequence[str] = (),
         strict_parameters: bool = False,
+        group: str = "",
     ) -> CreatedApiKey:
         """Creates an API key. Its secret is returned only in this response.
 
@@ -201,6 +203,9 @@ class AsyncAdminCalls(UnaryClient):
         `strict_parameters`: Refuses unknown parameters over HTTP, as `?strict=1` does for one
             request; `?strict=0` does not relax it. False: those that cannot change the answer are
             ignored and named in a header.
+        `group`: Group of the key within its organization, such as "free". Limits can be set for
+            each key of a group: `SetQuotaRequest.for_each`. Empty: none. At most 100 printable
+            characters, without a space at either end.
         """
         request = wire.request(
             admin_service_pb2.CreateApiKeyRequest,
@@ -216,6 +221,7 @@ class AsyncAdminCalls(UnaryClient):
             max_output_tokens=max_output_tokens,
             allowed_networks=allowed_networks,
             strict_parameters=strict_parameters,
+            group=group,
         )
         response = await self._call(self._stub.CreateApiKey, request, idempotent=False)
         return wire.read(CreatedApiKey, response)
@@ -255,6 +261,7 @@ class AsyncAdminCalls(UnaryClient):
         allowed_networks: Sequence[str] = (),
         all_networks: bool = False,
         strict_parameters: bool | None = None,
+        group: str | None = None,
     ) -> ApiKey:
         """Changes the name, expiry or permissions of an API key. FailedPrecondition for a revoked
         key.
@@ -275,6 +282,8 @@ class AsyncAdminCalls(UnaryClient):
             InvalidRequest if this call is made with the key from outside of them.
         `all_networks`: Allows all networks. With `allowed_networks`: InvalidRequest.
         `strict_parameters`: New value, see `ApiKey.strict_parameters`. Unset: unchanged.
+        `group`: New group, see `CreateApiKeyRequest.group`; empty: none. Unset: unchanged. The
+            limits of the new group count what the key has used in the current windows.
         """
         request = wire.request(
             admin_service_pb2.UpdateApiKeyRequest,
@@ -290,6 +299,7 @@ class AsyncAdminCalls(UnaryClient):
             allowed_networks=allowed_networks,
             all_networks=all_networks,
             strict_parameters=strict_parameters,
+            group=group,
         )
         response = await self._call(self._stub.UpdateApiKey, request)
         return wire.read(ApiKey, response.api_key)
@@ -367,10 +377,10 @@ class AsyncAdminCalls(UnaryClient):
         `alert_at`: Percentages that trigger an alert. Unset: unchanged; for a new limit per day,
             week, month or lifetime 50, 80 and 100, none for any other. InvalidRequest for limits
             per minute or hour, on rolling windows and on concurrency.
-        `for_each`: The limit is a selector, "end_user" or "label:KEY": each end user, or each value
-            of this label, within the organization or project gets a limit with these terms, from
-            its first request on. Part of the limit's identity. InvalidRequest for a key, or with
-            `for_new_keys`, `end_user` or `label`.
+        `for_each`: The limit is a selector, "end_user", "label:KEY" or "key:GROUP": each end user,
+            each value of this label, or each key of this group within the organization or project
+            gets a limit with these terms, from its first request on. Part of the limit's identity.
+            InvalidRequest for a key, or with `for_new_keys`, `end_user` or `label`.
         `end_user`: Limits this end user within the organization or project, known or not. This
             limit replaces the one of a selector and keeps its usage. Part of the limit's identity.
             Bad names, a key as subject, or another of these fields: InvalidRequest.
@@ -1082,6 +1092,7 @@ class AsyncBillingCalls(UnaryClient):
         withdrawn: bool = False,
         effective_time: datetime | None = None,
         request_id: str | None = None,
+        replica_hour_picos: int | None = None,
     ) -> ResalePrice:
         """Sets what an organization charges its end users for a model, or for all models, from a
         time on. It changes statements only, never the organization's own bill: the scope `billing`
@@ -1102,6 +1113,7 @@ class AsyncBillingCalls(UnaryClient):
         `effective_time`: Start of validity. Unset: now. In the past: InvalidRequest. As another
             version of the model: AlreadyExists.
         `request_id`: Idempotency key: a UUID. A repetition returns the version of the first call.
+        `replica_hour_picos`: Picos per hour of each rented replica of the model. Unset: 0.
         """
         request = wire.request(
             resale_pb2.SetResalePriceRequest,
@@ -1117,9 +1129,66 @@ class AsyncBillingCalls(UnaryClient):
             withdrawn=withdrawn,
             effective_time=effective_time,
             request_id=request_id or str(uuid.uuid4()),
+            replica_hour_picos=replica_hour_picos,
         )
         response = await self._call(self._stub.SetResalePrice, request)
         return wire.read(ResalePrice, response.price)
+
+    async def rent_replicas(
+        self,
+        end_user: str,
+        model: str,
+        replica_count: int = 0,
+        *,
+        organization: str = "",
+        start_time: datetime | None = None,
+        end_time: datetime | None = None,
+        request_id: str | None = None,
+    ) -> ReplicaRental:
+        """Records that an organization rents replicas of a model to an end user, at its resale
+        price per hour. It changes statements only: the scope `billing` is enough, and no replica is
+        started.
+
+        `end_user`: Name of the end user, known or not. Empty or malformed: InvalidRequest.
+        `model`: The model. InvalidRequest if it has no resale price per hour at the start.
+        `replica_count`: Number of replicas, 1 to 1000.
+        `organization`: Name or id of the organization; empty: the key's own. Unknown: NotFound.
+        `start_time`: Start, a whole second. Unset: now. InvalidRequest in a closed month.
+        `end_time`: End, a whole second after the start. Unset: open, until EndReplicaRental.
+        `request_id`: Idempotency key: a UUID. A repetition returns the rental of the first call.
+        """
+        request = wire.request(
+            resale_pb2.RentReplicasRequest,
+            end_user=end_user,
+            model=model,
+            replica_count=replica_count,
+            organization=organization,
+            start_time=start_time,
+            end_time=end_time,
+            request_id=request_id or str(uuid.uuid4()),
+        )
+        response = await self._call(self._stub.RentReplicas, request)
+        return wire.read(ReplicaRental, response.rental)
+
+    async def end_replica_rental(
+        self, rental_id: int, end_time: datetime | None = None, *, organization: str = ""
+    ) -> ReplicaRental:
+        """Sets the end of a rental, now or at another time of a month that is not closed.
+
+        `rental_id`: Number of the rental. Unknown: NotFound.
+        `end_time`: End, a whole second. Unset: now. The start itself cancels the rental.
+            InvalidRequest before the start and in a closed month; AlreadyExists if it then overlaps
+            with another rental.
+        `organization`: Name or id of the organization; empty: the key's own. Unknown: NotFound.
+        """
+        request = wire.request(
+            resale_pb2.EndReplicaRentalRequest,
+            rental_id=rental_id,
+            end_time=end_time,
+            organization=organization,
+        )
+        response = await self._call(self._stub.EndReplicaRental, request)
+        return wire.read(ReplicaRental, response.rental)
 
 
 class BlockingBillingCalls(BlockingUnaryClient):
@@ -1138,3 +1207,5 @@ class BlockingBillingCalls(BlockingUnaryClient):
     get_end_user = blocking(AsyncBillingCalls.get_end_user)
     get_forecast = blocking(AsyncBillingCalls.get_forecast)
     set_resale_price = blocking(AsyncBillingCalls.set_resale_price)
+    rent_replicas = blocking(AsyncBillingCalls.rent_replicas)
+    end_replica_rental = blocking(AsyncBillingCalls.end_replica_rental)

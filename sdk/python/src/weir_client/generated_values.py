@@ -50,6 +50,10 @@ class QuotaDimension(StrEnum):
     """Requests admitted in an ISO week, from Monday, UTC."""
     REQUESTS_PER_MONTH = "requests-per-month"
     """Requests admitted in a calendar month, UTC."""
+    REQUESTS_PER_WINDOW = "requests-per-window"
+    """Requests admitted in any `window_minutes` minutes."""
+    REQUESTS_PER_LIFETIME = "requests-per-lifetime"
+    """Requests admitted in total: never reset."""
     TOKENS_PER_MINUTE = "tokens-per-minute"
     """Input and output tokens in a calendar minute, by their weights."""
     TOKENS_PER_HOUR = "tokens-per-hour"
@@ -60,6 +64,10 @@ class QuotaDimension(StrEnum):
     """Input and output tokens in an ISO week, from Monday, UTC, by their weights."""
     TOKENS_PER_MONTH = "tokens-per-month"
     """Input and output tokens in a calendar month, UTC, by their weights."""
+    TOKENS_PER_WINDOW = "tokens-per-window"
+    """Input and output tokens in any `window_minutes` minutes, by their weights."""
+    TOKENS_PER_LIFETIME = "tokens-per-lifetime"
+    """Input and output tokens in total, by their weights: never reset."""
     INPUT_TOKENS_PER_MINUTE = "input-tokens-per-minute"
     """Input tokens in a calendar minute, by their weights."""
     INPUT_TOKENS_PER_HOUR = "input-tokens-per-hour"
@@ -70,6 +78,10 @@ class QuotaDimension(StrEnum):
     """Input tokens in an ISO week, from Monday, UTC, by their weights."""
     INPUT_TOKENS_PER_MONTH = "input-tokens-per-month"
     """Input tokens in a calendar month, UTC, by their weights."""
+    INPUT_TOKENS_PER_WINDOW = "input-tokens-per-window"
+    """Input tokens in any `window_minutes` minutes, by their weights."""
+    INPUT_TOKENS_PER_LIFETIME = "input-tokens-per-lifetime"
+    """Input tokens in total, by their weights: never reset."""
     OUTPUT_TOKENS_PER_MINUTE = "output-tokens-per-minute"
     """Output tokens in a calendar minute, by their weight."""
     OUTPUT_TOKENS_PER_HOUR = "output-tokens-per-hour"
@@ -80,6 +92,10 @@ class QuotaDimension(StrEnum):
     """Output tokens in an ISO week, from Monday, UTC, by their weight."""
     OUTPUT_TOKENS_PER_MONTH = "output-tokens-per-month"
     """Output tokens in a calendar month, UTC, by their weight."""
+    OUTPUT_TOKENS_PER_WINDOW = "output-tokens-per-window"
+    """Output tokens in any `window_minutes` minutes, by their weight."""
+    OUTPUT_TOKENS_PER_LIFETIME = "output-tokens-per-lifetime"
+    """Output tokens in total, by their weight: never reset."""
     COST_PER_HOUR = "cost-per-hour"
     """Money in a calendar hour, UTC; the limit is in picos of the organization's currency."""
     COST_PER_DAY = "cost-per-day"
@@ -89,6 +105,10 @@ class QuotaDimension(StrEnum):
     currency."""
     COST_PER_MONTH = "cost-per-month"
     """Money in a calendar month, UTC; the limit is in picos of the organization's currency."""
+    COST_PER_WINDOW = "cost-per-window"
+    """Money in any `window_minutes` minutes; in picos."""
+    COST_PER_LIFETIME = "cost-per-lifetime"
+    """Money in total, in picos: never reset."""
     PREPAID_CREDIT = "prepaid-credit"
     """Credit of a prepaid organization. It cannot be set: it follows from credit grants. The limit
     is the usage before this month plus the credit that this month may spend, in picos; its
@@ -270,9 +290,10 @@ class QuotaStatus(LimitName):
     """`limit_value` - `used_value` - `held_value`. Negative if the limit is not enforced or was
     lowered below the usage."""
     reset_time: datetime | None = None
-    """Time when the window ends and `used_value` resets to zero. Unset for concurrency."""
+    """Time when the window ends and `used_value` resets to zero. In a rolling window, it falls step
+    by step until then. Unset for concurrency, prepaid credit and the lifetime."""
     reset_delay_s: float | None = None
-    """Time from now to `reset_time`. Unset for concurrency."""
+    """Time from now to `reset_time`. Unset with it."""
     subject_name: str = ""
     """Display name: "organization", "organization/project", a key's prefix, the name of an end
     user, or "key=value" of a label. In `admitted` and `finished` frames of end users and labels
@@ -310,8 +331,8 @@ class QuotaStatus(LimitName):
     picos. Empty for a limit without alerts, and in `admitted` and `finished` frames."""
     for_each: str = ""
     """The limit is a selector: it limits nothing itself, and gives a limit to each end user
-    ("end_user"), or to each value of a label ("label:team"), within its subject. Otherwise
-    empty."""
+    ("end_user"), to each value of a label ("label:team"), or to each key of a group ("key:free"),
+    within its subject. Otherwise empty."""
     within_id: str = ""
     """UUID of the organization or project within which the limit of an end user or label counts.
     Empty for other subjects."""
@@ -320,6 +341,11 @@ class QuotaStatus(LimitName):
     `finished` frames."""
     selector_id: str = ""
     """UUID of the selector that gives this limit its terms. Empty if it has terms of its own."""
+    window_minutes: int = 0
+    """Length of a rolling window. 0 for every other dimension."""
+    group: str = ""
+    """Group of keys by which the key has this limit, from a selector "key:GROUP". Otherwise
+    empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -778,6 +804,8 @@ class KeyRestrictions(Value):
     """Refuses unknown parameters over HTTP."""
     latest_change: KeyChange | None = None
     """The latest rotation of the key or widening of its rights. Unset: there was none."""
+    group: str = ""
+    """Group of the key within its organization. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1008,20 +1036,23 @@ class ResalePrice(Value):
     """True if it only ends the price: that of all models applies from then on, or else the cost."""
     effective_time: datetime | None = None
     """Start of validity."""
+    replica_hour_picos: int = 0
+    """Picos per hour of each rented replica of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResaleStatementLine(Value):
-    """Tokens of one kind and model, or its requests, at one version of the resale prices."""
+    """Tokens of one kind and model, its requests, or seconds of its rented replicas, at one version
+    of the resale prices."""
 
     model: str
     """The model."""
     item: str
-    """"requests", or the kind of token in lower case, as in other documents."""
+    """"requests", "replica_seconds", or the kind of token in lower case, as in other documents."""
     quantity: int
-    """Number of requests or tokens."""
+    """Number of requests, seconds or tokens."""
     cost: Money
-    """What the organization pays for them."""
+    """What the organization pays for them. 0 for rented replicas, which have no cost at Weir."""
     amount: Money
     """What the end user is charged, exact to the pico."""
     resale_price_version: int = 0
@@ -1058,6 +1089,8 @@ class ResaleStatement(Value):
     """Amount to charge: amount + carried_in, rounded once to the currency's minor unit."""
     lines: tuple[ResaleStatementLine, ...] = ()
     """Lines by model and kind. Empty in lists."""
+    replica_second_count: int = 0
+    """Seconds of rented replicas, of each replica apart."""
 
 
 class ResaleStatementFormat(StrEnum):
@@ -1069,6 +1102,28 @@ class ResaleStatementFormat(StrEnum):
     """CSV, with the organization's costs."""
     PDF = "pdf"
     """PDF for the end user, without costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRental(Value):
+    """Replicas of a model that an organization rents to one end user for some time. Each second of
+    each replica is on the end user's statement, at the resale price per hour in force when it
+    starts."""
+
+    rental_id: int = 0
+    """Number of the rental."""
+    end_user: str = ""
+    """Name of the end user. Empty for an erased one."""
+    end_user_id: str = ""
+    """UUID of the end user."""
+    model: str = ""
+    """The model."""
+    replica_count: int = 0
+    """Number of replicas."""
+    start_time: datetime | None = None
+    """Start, a whole second."""
+    end_time: datetime | None = None
+    """End, a whole second, which is not charged. Unset: open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1251,6 +1306,9 @@ class ApiKey(Value):
     """The name of the organization of its project."""
     project_name: str = ""
     """Name of its project, unique within the organization."""
+    group: str = ""
+    """Group of the key within its organization, such as "free". Limits can be set for each key of a
+    group: `SetQuotaRequest.for_each`. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1688,7 +1746,7 @@ class ChangeAction(StrEnum):
     UPDATE = "update"
     """Change some of its fields."""
     DELETE = "delete"
-    """Remove a limit, or revoke a key."""
+    """Remove a limit, end a resale price, or revoke a key."""
     KEEP = "keep"
     """None: it exists, the configuration does not name it, and it stays."""
 
@@ -1712,15 +1770,16 @@ class ConfigurationChange(Value):
     action: ChangeAction = ChangeAction.UNSPECIFIED
     """Action."""
     kind: str = ""
-    """Kind of the object: "organization", "billing_profile", "project", "key", "quota" or
-    "price"."""
+    """Kind of the object: "organization", "billing_profile", "project", "key", "quota", "price" or
+    "resale_price"."""
     path: str = ""
-    """Path of the object: "acme", "acme/search", "acme/search/laptop"; for a price the model. A
-    quota has the path of its subject."""
+    """Path of the object: "acme", "acme/search", "acme/search/laptop"; for a price the model and
+    its customer. A quota has the path of its subject."""
     fields: tuple[FieldChange, ...] = ()
     """Changed fields; all fields of a new object."""
     quota: dict[str, object] = field(default_factory=dict)
-    """Identity of a quota: dimension, model, `for_new_keys`, `for_each`, `end_user` and `label`."""
+    """Identity of a quota: dimension, `window_minutes`, model, `for_new_keys`, `for_each`,
+    `end_user` and `label`."""
     api_key_prefix: str = ""
     """The first characters of a key. For a new key only after its creation."""
     secret: str = field(default="", repr=False)
