@@ -203,7 +203,7 @@ async def test_all_sums_and_documents_are_the_same_after_details_are_removed(
 
     done = await apply_retention(sessions, ALL, actor="test")
 
-    assert done.months[:4] == [*map(month_text, MONTHS), "2025-04"]
+    assert done.months[:3] == list(map(month_text, MONTHS))
     assert done.obstacles == ()
     assert await fetch_value(sessions, "SELECT count(*) FROM usage_events") == 0
     assert await fetch_value(sessions, "SELECT count(*) FROM holds") == 0
