@@ -18,7 +18,8 @@ column "simulated" is Weir with its simulated engine of the same speed instead.
    share a Redis server, or Weir's database.
 4. Ten requests at once of an end user that no one knows, against a default limit for three, in
    many tries: four api processes, one of which is killed. LiteLLM's budgets of end users need its
-   database, so its limits are those of a minute, by tokens as Weir's, and by requests.
+   database, so its limits are those of a minute, by tokens as Weir's, and by requests. Its
+   admissions are counted by its answers, some of which the kill takes; Weir's in the database.
 5. `kill -9` under load: complete responses without a usage record. LiteLLM's records are those of
    its `generic_api` callback, since its spend logs need its database.
 """
