@@ -124,7 +124,7 @@ class Up:
         return next((pid for pid in commands if above.get(pid) in commands), None)
 
     def _commands(self) -> list[int]:
-        return [pid for pid in self.tree() if "weir_cli" in command_line(pid)]
+        return [pid for pid in self.tree() if "weir_cli up" in command_line(pid)]
 
     def kinds(self) -> dict[str, list[int]]:
         """Return the lasting processes by command, without PostgreSQL's for connections."""
