@@ -9,8 +9,8 @@ import pytest
 from tests.forks import ENVIRONMENT, decisive
 
 
-@pytest.mark.parametrize("turn", range(2))
-def test_changes_of_a_test_end_with_it(turn: int) -> None:
+@pytest.mark.parametrize("number", range(2))
+def test_changes_of_a_test_end_with_it(number: int) -> None:
     assert decisive(os.environ) == decisive(ENVIRONMENT), "as servers of forked processes need it"
 
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
