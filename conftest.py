@@ -1,6 +1,4 @@
-"""Settings of every test: no connections to other machines, its own environment, no gRPC fork
-handlers.
-"""
+"""Settings of every test: no outside connections, own environment, no gRPC fork handlers."""
 
 import os
 
