@@ -1,4 +1,4 @@
-"""Settings of every test: no connections to other machines, no gRPC fork handlers."""
+"""Settings of every test: no outside connections, own environment, no gRPC fork handlers."""
 
 import os
 
@@ -7,4 +7,4 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import api  # noqa: F401  # sets variables that must be set before grpc is imported
 
-pytest_plugins = ["tests.plugins.loopback_only"]
+pytest_plugins = ["tests.plugins.loopback_only", "tests.plugins.same_environment"]

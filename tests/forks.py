@@ -225,7 +225,7 @@ def decisive(environment: Mapping[str, str]) -> dict[str, str]:
     ignored = (
         "WEIR_",
         "PYTEST_",
-        "TORCHINDUCTOR_CACHE_DIR",
+        *("OTEL_EXPORTER_OTLP_", "OTEL_RESOURCE_ATTRIBUTES", "TORCHINDUCTOR_CACHE_DIR"),
         "TOKENIZERS_PARALLELISM",
         "TENSORRT_DOUBLE",
         *("PWD", "OLDPWD", "SHLVL", "_"),

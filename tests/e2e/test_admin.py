@@ -15,7 +15,6 @@ from grpc import StatusCode
 from weir.v1 import billing_service_pb2, types_pb2
 
 from metering.ledger.rating import rate_all_pending
-from metering.store.db import create_engine, create_sessions
 from tests.calls import Calls
 from tests.service import MODEL, Service, Tenant, picos
 
@@ -312,9 +311,7 @@ async def test_a_month_report_explains_every_token(service: Service, admin: Admi
         finished.append(await stream.finished(cancelled))
     month = f"{datetime.now(UTC):%Y-%m}"
     unrated = await admin("GetMonthReport", organization=tenant.name, month=month)
-    engine = create_engine(service.database_url, pool_size=1)
-    await rate_all_pending(create_sessions(engine))
-    await engine.dispose()
+    await rate_all_pending(service.sessions)
     report = await admin("GetMonthReport", organization=tenant.name, month=month)
 
     assert (unrated.unrated_event_count, list(unrated.lines)) == (4, [])

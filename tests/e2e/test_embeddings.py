@@ -26,7 +26,7 @@ from inference.adapters.remote_settings import Service as RemoteService
 from inference.text.tokenizer import Tokenizer
 from metering.core.models import QuotaDimension
 from metering.ledger.rating import rate_all_pending
-from metering.store.db import create_engine, create_sessions, psycopg_conninfo
+from metering.store.db import psycopg_conninfo
 from metering.tenants.api_keys import rotate_api_key
 from tests.calls import Calls, calls
 from tests.e2e.conftest import Serve
@@ -155,9 +155,7 @@ async def test_tokens_are_billed_once_a_month(embedding: Service, encoder_direct
         request = request_of(*TEXTS, labels={"job": "index"})
         answer = await call("Embed", request)
         again = await call("Embed", request_of(*TEXTS[::-1]))
-        engine = create_engine(embedding.database_url, pool_size=1)
-        await rate_all_pending(create_sessions(engine))
-        await engine.dispose()
+        await rate_all_pending(embedding.sessions)
         month = f"{datetime.now(UTC):%Y-%m}"
         report = await call("GetMonthReport", organization=tenant.name, month=month)
         found = await call("GetGeneration", request_id=request.request_id)

@@ -21,7 +21,7 @@ from metering.core.models import Outcome, QuotaDimension
 from metering.ledger.ledger import current_month
 from metering.ledger.rating import rate_all_pending
 from metering.plans.prepaid import credit_balance, grant_credit, refresh, set_prepaid
-from metering.store.db import create_engine, create_sessions, psycopg_conninfo
+from metering.store.db import psycopg_conninfo
 from tests.e2e.inside import inside_fixtures
 from tests.e2e.openai_clients import TO_THE_END, connect_async
 from tests.metering.invariants import check_invariants
@@ -272,15 +272,10 @@ async def test_a_free_request_costs_no_prepaid_credit(inside: Inside, service: S
     assert service.database.events(tenant) == []
     assert counted(service, tenant) == (0, 0, 0)
     assert service.database.counters(tenant)["prepaid_credit_picos"] == (0, 0)
-    engine = create_engine(service.database_url)
-    try:
-        sessions = create_sessions(engine)
-        await rate_all_pending(sessions)
-        async with sessions() as session:
-            balance = await credit_balance(session, organization=tenant.name)
-            assert balance.available_picos == PICOS_OF_CREDIT
-    finally:
-        await engine.dispose()
+    await rate_all_pending(service.sessions)
+    async with service.session() as session:
+        balance = await credit_balance(session, organization=tenant.name)
+        assert balance.available_picos == PICOS_OF_CREDIT
     with psycopg.connect(psycopg_conninfo(service.database_url)) as connection:
         query = (
             "SELECT count(*) FROM ledger_transactions WHERE organization_id = %s AND kind = 'usage'"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -132,18 +129,13 @@ async def test_health_stays_good_under_load(service: Service, tenant: Tenant) ->
     assert {answer.status for answer in answers} == {health_pb2.HealthCheckResponse.SERVING}
 
 
-def test_a_taken_address_is_reported_in_one_line(service: Service, tmp_path: Path) -> None:
-    own = {"WEIR_HOME": str(tmp_path), "WEIR_LISTEN": service.address}
+def test_a_taken_address_is_reported_in_one_line(
+    service: Service, model: Path, tmp_path: Path
+) -> None:
+    second = Service(tmp_path, service.database_url, model, listen=service.address)
 
-    second = subprocess.run(
-        [sys.executable, "-m", "api"],
-        env={**os.environ, **service.settings.to_environment(), **own},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    second.spawn()
 
-    assert second.returncode == NOT_STARTED
-    assert f"cannot listen on {service.address}" in second.stderr.splitlines()[-1]
-    assert "Traceback" not in second.stderr
+    assert second.wait_ended() == NOT_STARTED
+    assert f"cannot listen on {service.address}" in second.log.splitlines()[-1]
+    assert "Traceback" not in second.log

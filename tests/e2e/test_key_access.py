@@ -36,14 +36,12 @@ PAST = datetime(2025, 10, 10, 12, tzinfo=UTC)
 MONTH = "2025-10"
 # Intended scopes, stated independently of the product's table.
 CHANGING_MONEY = {
-    "CloseMonth",
-    "CreateAdjustment",
-    "CreateCreditNote",
-    "ApproveAdjustment",
-    "RejectAdjustment",
+    *("CloseMonth", "CreateCreditNote"),
+    *("CreateAdjustment", "ApproveAdjustment", "RejectAdjustment"),
 }
 # A victim's calls that must return its objects; otherwise the test would prove nothing.
 SHOWN_TO_THEIR_OWNER = {
+<<<<<<< HEAD
     *("GetGeneration", "GetQuota"),
     *(
         "GetMonthReport",
@@ -55,6 +53,10 @@ SHOWN_TO_THEIR_OWNER = {
         "ListAdjustments",
     ),
     *("ListEndUsers", "GetEndUser"),
+=======
+    *("GetGeneration", "GetQuota", "GetUsage", "GetForecast", "GetInvoice", "ListAdjustments"),
+    *("GetMonthReport", "ExportMonth", "GetMonthDocument"),
+>>>>>>> suite-b
     *("ListAlerts", "ListMonths", "ListReceipts", "GetReceiptMonth", "GetReconciliation"),
 }
 
@@ -185,7 +187,7 @@ async def victim(service: Service) -> Victim:
 
 
 def requests_for(method: MethodDescriptor, victim: Victim) -> list[Any]:
-    """Return requests for the victim's objects: by name, by id, and without an organization."""
+    """Return different requests for the victim's objects: by name, by id, without organization."""
     by_id = {
         "organization": str(victim.tenant.organization_id),
         "project": str(victim.tenant.project_id),
@@ -200,7 +202,10 @@ def requests_for(method: MethodDescriptor, victim: Victim) -> list[Any]:
     # The number of a credit note overrides all other fields.
     values = COMMON | victim.things
     each = [values | {"credit_note_number": ""} | other for other in others]
-    return [filled(method.input_type, one) for one in (*each, values)]
+    requests = [filled(method.input_type, one) for one in (*each, values)]
+    return list(
+        {request.SerializeToString(deterministic=True): request for request in requests}.values()
+    )
 
 
 def filled(kind: Descriptor, values: Mapping[str, str]) -> Any:
@@ -295,7 +300,7 @@ async def test_a_foreign_key_gets_nothing_by_grpc(service: Service, victim: Vict
                             where
                         )
 
-    assert walked >= 4 * 2 * 50, "a walk that finds nothing proves nothing"
+    assert walked >= 3 * 2 * 50, "a walk that finds nothing proves nothing"
     assert rows_of(service, victim) == before
     assert {
         len(rows)
@@ -332,13 +337,8 @@ async def test_a_foreign_key_gets_nothing_by_console(service: Service, victim: V
                 shown.add(method.name)
 
     assert shown >= {
-        "GetMonthReport",
-        "GetUsage",
-        "GetForecast",
-        "GetInvoice",
-        "GetReconciliation",
-        "ListAdjustments",
-        "ListMonths",
+        *("GetMonthReport", "GetUsage", "GetForecast", "GetInvoice", "GetReconciliation"),
+        *("ListAdjustments", "ListMonths"),
     }
 
 

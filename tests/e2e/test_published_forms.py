@@ -29,6 +29,7 @@ CHAT_TOOL = {"type": "function", "function": FUNCTION}
 TOOL = {"type": "function", **FUNCTION}
 CLAUDE_TOOL = {"name": "book", "input_schema": HOTEL}
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
+SHORT = {"max_output_tokens": 90}
 LOGPROBS = ["message.output_text.logprobs"]
 SCHEMA = {"type": "json_schema", "name": "stay", "schema": STAY}
 
@@ -44,7 +45,7 @@ REQUESTS: Sequence[tuple[str, dict[str, Any]]] = (
     (RESPONSES, {"input": "Hi", "text": {"format": SCHEMA}, "reasoning": {"summary": "auto"}}),
     (RESPONSES, {"input": "Hi", "truncation": "auto", "temperature": 0.5, "max_output_tokens": 5}),
     (RESPONSES, {"model": SCRIPT, "input": "Hi", "tools": [TOOL], "include": LOGPROBS}),
-    (RESPONSES, {"input": "Hi", "tools": [TOOL], "tool_choice": "required"}),
+    (RESPONSES, {"input": "Hi", "tools": [TOOL], "tool_choice": "required", **SHORT}),
     (MESSAGES, {"messages": PROMPT, "max_tokens": 5}),
     (MESSAGES, {"model": SCRIPT, "messages": PROMPT, "tools": [CLAUDE_TOOL], "max_tokens": 99}),
 )
@@ -71,80 +72,32 @@ BLOCKS = {
 # Members that the published schemas require, null or not; the clients' types forgive their absence.
 RESPONSE = frozenset(
     [
-        "id",
-        "object",
-        "created_at",
-        "completed_at",
-        "status",
-        "incomplete_details",
-        "model",
-        "previous_response_id",
-        "instructions",
-        "output",
-        "error",
-        "tools",
-        "tool_choice",
-        "truncation",
-        "parallel_tool_calls",
-        "text",
-        "top_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "top_logprobs",
-        "temperature",
-        "reasoning",
-        "usage",
-        "max_output_tokens",
-        "max_tool_calls",
-        "store",
-        "background",
-        "service_tier",
-        "metadata",
-        "safety_identifier",
-        "prompt_cache_key",
+        *("id", "object", "created_at", "completed_at", "status", "incomplete_details"),
+        *("model", "previous_response_id", "instructions", "output", "error", "tools"),
+        *("tool_choice", "truncation", "parallel_tool_calls", "text", "top_p"),
+        *("presence_penalty", "frequency_penalty", "top_logprobs", "temperature", "reasoning"),
+        *("usage", "max_output_tokens", "max_tool_calls", "store", "background"),
+        *("service_tier", "metadata", "safety_identifier", "prompt_cache_key"),
     ]
 )
 MESSAGE = frozenset(
     [
-        "id",
-        "type",
-        "role",
-        "content",
-        "model",
-        "stop_reason",
-        "stop_sequence",
-        "stop_details",
-        "usage",
-        "container",
+        *("id", "type", "role", "content", "model", "stop_reason", "stop_sequence"),
+        *("stop_details", "usage", "container"),
     ]
 )
 MESSAGE_USAGE = frozenset(
     [
-        "cache_creation",
-        "cache_creation_input_tokens",
-        "cache_read_input_tokens",
-        "inference_geo",
-        "input_tokens",
-        "output_tokens",
-        "output_tokens_details",
-        "server_tool_use",
-        "service_tier",
+        *("cache_creation", "cache_creation_input_tokens", "cache_read_input_tokens"),
+        *("inference_geo", "input_tokens", "output_tokens", "output_tokens_details"),
+        *("server_tool_use", "service_tier"),
     ]
 )
 DELTA_USAGE = MESSAGE_USAGE - {"cache_creation", "inference_geo", "service_tier"}
 MODEL_INFO = frozenset(
     [
-        "type",
-        "id",
-        "display_name",
-        "created_at",
-        "capabilities",
-        "lifecycle",
-        "line",
-        "deprecated_at",
-        "retires_at",
-        "max_input_tokens",
-        "max_tokens",
+        *("type", "id", "display_name", "created_at", "capabilities", "lifecycle", "line"),
+        *("deprecated_at", "retires_at", "max_input_tokens", "max_tokens"),
     ]
 )
 

@@ -28,7 +28,6 @@ from weir_client.receipt_months import totals_of
 
 from metering.core.models import QuotaDimension
 from metering.ledger.rating import rate_all_pending
-from metering.store.db import create_engine, create_sessions
 from tests.service import Service, Tenant, picos, running
 
 LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 100_000}
@@ -192,9 +191,7 @@ async def month(service: Service, tmp_path: Path) -> Month:
             )
             for tokens in range(1, 6)
         ]
-    engine = create_engine(service.database_url, pool_size=1)
-    await rate_all_pending(create_sessions(engine))
-    await engine.dispose()
+    await rate_all_pending(service.sessions)
     name = results[0].receipts[0].month
     files = Month(
         tenant,
