@@ -80,10 +80,10 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "command line": (("sdk/python/src/weir_cli/",), 8_348),
     "Python client": (("sdk/python/",), 7_308),
     "TypeScript client": (("sdk/typescript/",), 6_417),
-    "benchmarks": (("bench/",), 10_944),
+    "benchmarks": (("bench/",), 10_945),
     "demo": (("demo/",), 4_535),
     "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_636),
-    "tests": (("tests/",), 122_604),
+    "tests": (("tests/",), 122_756),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")
