@@ -41,22 +41,8 @@ CHANGING_MONEY = {
 }
 # A victim's calls that must return its objects; otherwise the test would prove nothing.
 SHOWN_TO_THEIR_OWNER = {
-<<<<<<< HEAD
-    *("GetGeneration", "GetQuota"),
-    *(
-        "GetMonthReport",
-        "GetUsage",
-        "GetForecast",
-        "ExportMonth",
-        "GetMonthDocument",
-        "GetInvoice",
-        "ListAdjustments",
-    ),
-    *("ListEndUsers", "GetEndUser"),
-=======
     *("GetGeneration", "GetQuota", "GetUsage", "GetForecast", "GetInvoice", "ListAdjustments"),
-    *("GetMonthReport", "ExportMonth", "GetMonthDocument"),
->>>>>>> suite-b
+    *("GetMonthReport", "ExportMonth", "GetMonthDocument", "ListEndUsers", "GetEndUser"),
     *("ListAlerts", "ListMonths", "ListReceipts", "GetReceiptMonth", "GetReconciliation"),
 }
 

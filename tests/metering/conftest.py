@@ -19,18 +19,13 @@ from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions, create_engine, create_sessions
-<<<<<<< HEAD
-from tests.conftest import as_application
-=======
-from tests.conftest import new_database
->>>>>>> suite-a
+from tests.conftest import as_application, new_database
 from tests.metering.hold_scenarios import Play, run
 from tests.metering.hold_world import HoldWorld
 from tests.metering.usage import Acme, Customer, new_customer, new_price
 from tests.stripe_double.server import KEY, StripeDouble, stripe_double
 
 
-<<<<<<< HEAD
 @pytest.fixture
 async def application(database_url: str) -> AsyncIterator[Sessions]:
     """Yield sessions of the application role."""
@@ -39,9 +34,6 @@ async def application(database_url: str) -> AsyncIterator[Sessions]:
     await engine.dispose()
 
 
-@pytest.fixture
-async def customer(sessions: Sessions) -> Customer:
-=======
 @pytest.fixture(scope="session")
 def acme_template(postgres_server: str, template_database: str) -> Iterator[tuple[str, Customer]]:
     """Yield the name of a database with the organization `acme`, and its customer.
@@ -53,7 +45,6 @@ def acme_template(postgres_server: str, template_database: str) -> Iterator[tupl
 
 
 async def create_acme(database_url: str) -> Customer:
->>>>>>> suite-a
     """Create the organization `acme` with the project `search` and a key with all rights."""
     engine = create_engine(database_url, pool_size=1)
     async with create_sessions(engine).begin() as session:

@@ -50,6 +50,11 @@ GUARDED: list[LiteralString] = [
     "SELECT setval('usage_events_id_seq', 1)",
     "CREATE TABLE other (id int)",
     "SET ROLE postgres",
+    "DROP TABLE usage_events_default",
+    "INSERT INTO retired_months (month, kept_months, summed_until) VALUES (now(), 3, now())",
+    "INSERT INTO audit_retentions VALUES (now(), 3)",
+    "UPDATE usage_days SET cost_picos = 0",
+    "DELETE FROM audit_log",
 ]
 
 
@@ -107,7 +112,6 @@ async def test_the_application_role_rates_closes_verifies_and_makes_partitions(
     } == set()
 
 
-<<<<<<< HEAD
 async def test_the_application_role_removes_old_details(
     application_sessions: Sessions, customer: Customer, database_url: str
 ) -> None:
@@ -129,42 +133,6 @@ async def test_the_application_role_removes_old_details(
     } == set()
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "DROP TABLE usage_events_2026_11",
-        "INSERT INTO retired_months (month, kept_months, summed_until) VALUES (now(), 3, now())",
-        "INSERT INTO audit_retentions VALUES (now(), 3)",
-        "UPDATE usage_days SET cost_picos = 0",
-        "DELETE FROM audit_log",
-        "ALTER TABLE invoices DISABLE TRIGGER ALL",
-        "ALTER TABLE usage_events DETACH PARTITION usage_events_default",
-        "DROP TRIGGER billing_months_close_once ON billing_months",
-        (
-            "CREATE OR REPLACE FUNCTION refuse_change() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN"
-            " RETURN NEW; END'"
-        ),
-        "SET session_replication_role = replica",
-        "TRUNCATE ledger_entries",
-        "DELETE FROM usage_events",
-        "DELETE FROM billing_months",
-        "DELETE FROM holds",
-        "UPDATE ledger_entries SET amount_picos = 0",
-        "UPDATE invoices SET total_picos = 0",
-        "UPDATE audit_log SET actor = 'nobody'",
-        "UPDATE audit_log SET subject_id = ''",
-        "UPDATE organizations SET name = 'other'",
-        "INSERT INTO usage_events_default DEFAULT VALUES",
-        "UPDATE usage_events_default SET cost_picos = 0",
-        "UPDATE alembic_version SET version_num = '0001'",
-        "SELECT create_usage_partition('2031-01-01')",
-        "SELECT setval('usage_events_id_seq', 1)",
-        "CREATE TABLE other (id int)",
-        "SET ROLE postgres",
-    ],
-)
-=======
->>>>>>> suite-a
 def test_the_application_role_cannot_get_past_the_guards(
     application: psycopg.Connection, subtests: pytest.Subtests
 ) -> None:
