@@ -382,7 +382,7 @@ def retention_alone(context: typer.Context) -> None:
 
 @retention.command("show")
 def show_retention(as_json: JsonOption = False, home: HomeOption = None) -> None:
-    """Show for each month whether its details are kept, due or removed, and what is in the way."""
+    """Show for each month whether its details are kept, due or removed, and each obstacle."""
     from api.cli.retention import print_retention
 
     print_retention(home, as_json=as_json)
