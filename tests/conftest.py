@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from metering.store.db import (
 )
 from metering.store.migrations_runner import migrate, prepare_application_role
 from tests.forked_workers import execute_worker, fork_workers
+from tests.forks import shared_directory
 
 # Long files first: distributed last, one of them would keep a single worker busy at the end.
 # The other files of tests/metering/ and tests/cli/, all short, fill the end. Files of one group are
@@ -65,11 +66,16 @@ PARSE = ast.parse
 ASKING: dict[str, psycopg.Connection[tuple[Any, ...]]] = {}  # connections of `ask`, by database URL
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Log exceptions without local variables, which cost 0.5 s of CPU each; patch `ast.parse`.
 
     No property test may fail because the machine is slow.
     """
+    shared_directory()
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        config.args[:] = collection_order(
+            Path(__file__).parent, getattr(config, "workerinput", {"workerid": "gw0"})
+        )
     ast.parse = parse_without_collecting
     hypothesis.settings.register_profile(
         "weir", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -77,6 +83,18 @@ def pytest_configure() -> None:
     hypothesis.settings.load_profile("weir")
     renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(processors=[*structlog.get_config()["processors"][:-1], renderer])
+
+
+def collection_order(tests: Path, worker: Mapping[str, Any]) -> list[str]:
+    """Return the folders and files of the tests, from another one on in each worker.
+
+    Each worker then rewrites the assertions of other files and finds those of the others compiled,
+    which saves 7 s of CPU a worker in a new checkout.
+    """
+    files = sorted(tests.rglob("test_*.py"))
+    locations = [tests / each.relative_to(tests).parts[0] for each in files]
+    first = len(locations) * int(worker["workerid"][2:]) // worker.get("workercount", 1)
+    return [str(location) for location in dict.fromkeys(locations[first:] + locations[:first])]
 
 
 @functools.wraps(PARSE)
@@ -104,6 +122,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order tests by the duration of their files; stable, so the order within a file is kept."""
+    items.sort(key=lambda item: item.path)  # however this worker collected them
     positions: dict[Path, tuple[int, float]] = {}
     for number, group in enumerate(LONG_FILES_FIRST):
         for start in group:
@@ -272,6 +291,13 @@ def template_database(postgres_server: str) -> Iterator[str]:
 @pytest.fixture
 def database_url(postgres_server: str, template_database: str) -> Iterator[str]:
     """Yield the URL of a migrated, empty database for this test only."""
+    with new_database(postgres_server, template=template_database) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def module_database(postgres_server: str, template_database: str) -> Iterator[str]:
+    """Yield the URL of a migrated, empty database for the tests of a module."""
     with new_database(postgres_server, template=template_database) as url:
         yield url
 

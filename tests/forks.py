@@ -3,7 +3,8 @@
 `python -m tests.forks FD MODULE...` imports modules and forks a child for each connection to its
 socket. The request names the module to run as with `python -m`, arguments, environment and files;
 the answers are the child's pid and later its exit status. A server has one thread and ends with its
-standard input. `Server` starts it on first use.
+standard input. `Server` starts it on first use, for all processes of a test run: each would spend
+10 s of CPU on servers of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import asyncio
 import atexit
 import contextlib
 import fcntl
+import functools
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -34,6 +37,7 @@ from typing import Any
 
 # As they are before a test patches them.
 INTERPRETER, ENVIRONMENT = sys.executable, dict(os.environ)
+SHARED = "PYTEST_WEIR_FORKS"  # names the directory of the servers of this test run
 POLL_S = 0.005
 REQUEST_BYTES_MAX = 1 << 20
 ANSWER_BYTES_MAX = 1 << 16
@@ -82,7 +86,7 @@ class Forked:
         return status
 
     def send_signal(self, number: int) -> None:
-        """Send a signalunless the process has ended."""
+        """Send a signal unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -114,25 +118,32 @@ class Server:
 
     @property
     def path(self) -> str:
-        """Path of its socket. Starts the server on first use."""
+        """Path of its socket. The first process of the run that asks for it starts the server."""
         if self._path is None:
-            directory = tempfile.mkdtemp(prefix="weir-forks-")
-            path = f"{directory}/socket"
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(path)
-                listener.listen(128)
-                process = subprocess.Popen(
-                    [INTERPRETER, "-m", "tests.forks", str(listener.fileno()), *self._modules],
-                    stdin=subprocess.PIPE,
-                    env=self._environment(),
-                    pass_fds=(listener.fileno(),),
-                )
-            assert process.stdin is not None
-            atexit.register(shutil.rmtree, directory)
-            atexit.register(process.wait)
-            atexit.register(process.stdin.close)  # runs before the two above, and ends the server
+            environment = self._environment()
+            kind = json.dumps([self._modules, decisive(environment)], sort_keys=True)
+            path = f"{shared_directory()}/{hashlib.sha256(kind.encode()).hexdigest()[:16]}"
+            with open(f"{path}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not os.path.exists(path):
+                    self._launch(path, environment)
             self._path = path
         return self._path
+
+    def _launch(self, path: str, environment: Mapping[str, str]) -> None:
+        with (
+            socket.socket(socket.AF_UNIX) as listener,
+            open(alive_file(Path(path).parent)) as alive,
+        ):
+            listener.bind(path)
+            listener.listen(128)
+            process = subprocess.Popen(
+                [INTERPRETER, "-m", "tests.forks", str(listener.fileno()), *self._modules],
+                stdin=alive,
+                env=environment,
+                pass_fds=(listener.fileno(),),
+            )
+        process.returncode = 0  # not waited for: it may outlive this process
 
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path
@@ -162,6 +173,28 @@ class Server:
             return []
         with send(self._path, {}, children_of=pid, module=module) as connection:
             return [int(child) for child in connection.recv(ANSWER_BYTES_MAX).split()]
+
+
+@functools.cache
+def shared_directory() -> Path:
+    """Return the directory of the servers of this test run.
+
+    The first process of the run creates it, tells its children, and holds a pipe open that is the
+    standard input of all servers, so they end with it.
+    """
+    if (shared := os.environ.get(SHARED)) is not None:
+        return Path(shared)
+    directory = Path(tempfile.mkdtemp(prefix="weir-forks-"))
+    os.mkfifo(alive_file(directory))
+    os.open(alive_file(directory), os.O_RDWR)
+    atexit.register(shutil.rmtree, directory)
+    os.environ[SHARED] = str(directory)
+    return directory
+
+
+def alive_file(directory: Path) -> Path:
+    """Return the named pipe that the first process of a test run holds open."""
+    return directory / "alive"
 
 
 def send(path: str, files: Mapping[int, int], **request: object) -> socket.socket:

@@ -73,13 +73,6 @@ async def admin(service: Service) -> AsyncIterator[Calls]:
 
 
 @pytest.fixture(scope="module")
-def module_database(postgres_server: str, template_database: str) -> Iterator[str]:
-    """Yield the URL of a migrated, empty database for the tests of a module."""
-    with new_database(postgres_server, template=template_database) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory, module_database: str) -> Iterator[Serve]:
     """Yield a function that starts a service of the module: with a checkpoint, and settings.
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
+from sqlalchemy import make_url
 
 from metering.export.export_settings import StripeSettings
 from metering.export.stripe_gateway import StripeGateway
@@ -16,18 +18,49 @@ from metering.holds import slow_path
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit
 from metering.pricing.prices import ModelPrice
-from metering.store.db import Sessions
+from metering.store.db import Sessions, create_engine, create_sessions
+from tests.conftest import new_database
 from tests.metering.hold_scenarios import Play, run
 from tests.metering.hold_world import HoldWorld
 from tests.metering.usage import Acme, Customer, new_customer, new_price
 from tests.stripe_double.server import KEY, StripeDouble, stripe_double
 
 
-@pytest.fixture
-async def customer(sessions: Sessions) -> Customer:
+@pytest.fixture(scope="session")
+def acme_template(postgres_server: str, template_database: str) -> Iterator[tuple[str, Customer]]:
+    """Yield the name of a database with the organization `acme`, and its customer.
+
+    A copy of it saves each test that begins with a customer 50 ms of CPU.
+    """
+    with new_database(postgres_server, template=template_database) as url:
+        yield str(make_url(url).database), asyncio.run(create_acme(url))
+
+
+async def create_acme(database_url: str) -> Customer:
     """Create the organization `acme` with the project `search` and a key with all rights."""
-    async with sessions.begin() as session:
-        return await new_customer(session, "acme")
+    engine = create_engine(database_url, pool_size=1)
+    async with create_sessions(engine).begin() as session:
+        customer = await new_customer(session, "acme")
+    await engine.dispose()
+    return customer
+
+
+@pytest.fixture
+def database_url(
+    request: pytest.FixtureRequest, postgres_server: str, template_database: str
+) -> Iterator[str]:
+    """Yield the URL of a migrated database for this test only, with `acme` if it has a customer."""
+    template = template_database
+    if "customer" in request.fixturenames:
+        template, _ = request.getfixturevalue("acme_template")
+    with new_database(postgres_server, template=template) as url:
+        yield url
+
+
+@pytest.fixture
+def customer(acme_template: tuple[str, Customer], database_url: str) -> Customer:
+    """Return the customer of `acme`, which is in the test's database."""
+    return acme_template[1]
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ SHOW = "SHOW synchronous_commit"
 
 
 @pytest.fixture
-def admin(database_url: str) -> Iterator[psycopg.Connection[tuple[str]]]:
-    with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
+def admin(module_database: str) -> Iterator[psycopg.Connection[tuple[str]]]:
+    with psycopg.connect(psycopg_conninfo(module_database), autocommit=True) as connection:
         yield connection
 
 
@@ -42,17 +42,21 @@ def admin(database_url: str) -> Iterator[psycopg.Connection[tuple[str]]]:
     ],
 )
 async def test_commits_are_durable_and_stronger_demands_stay(
-    database_url: str, admin: psycopg.Connection[tuple[str]], scope: str, requested: str, had: str
+    module_database: str,
+    admin: psycopg.Connection[tuple[str]],
+    scope: str,
+    requested: str,
+    had: str,
 ) -> None:
     target = scope.format(database=admin.info.dbname, role=f'"{admin.info.user}"')
     admin.execute(f"ALTER {target} SET synchronous_commit = {requested}".encode())
     try:
-        engine = create_engine(database_url)
+        engine = create_engine(module_database)
         async with create_sessions(engine)() as session:
             of_session = await session.scalar(text(SHOW))
         await engine.dispose()
         async with await BoundedConnection.connect(
-            psycopg_conninfo(database_url), autocommit=True, options=connection_options()
+            psycopg_conninfo(module_database), autocommit=True, options=connection_options()
         ) as connection:
             [of_connection] = await (await connection.execute(SHOW)).fetchone() or ("",)
     finally:

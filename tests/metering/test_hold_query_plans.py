@@ -48,8 +48,8 @@ def plan(database_url: str, sql: str, options: tuple[str, ...]) -> str:
 
 
 @pytest.mark.parametrize(("name", "sql"), ALL, ids=[name for name, _ in ALL])
-def test_no_statement_reads_a_whole_table(database_url: str, name: str, sql: str) -> None:
-    planned = plan(database_url, sql, PLANS)
+def test_no_statement_reads_a_whole_table(module_database: str, name: str, sql: str) -> None:
+    planned = plan(module_database, sql, PLANS)
 
     lines = planned.splitlines()
     assert "Seq Scan" not in planned, planned
@@ -58,6 +58,6 @@ def test_no_statement_reads_a_whole_table(database_url: str, name: str, sql: str
             assert below.lstrip().startswith("Index Cond"), planned
 
 
-def test_the_statements_are_planned_otherwise_without_the_settings(database_url: str) -> None:
+def test_the_statements_are_planned_otherwise_without_the_settings(module_database: str) -> None:
     assert len(ALL) >= 15
-    assert any("Seq Scan" in plan(database_url, sql, ()) for _, sql in ALL)
+    assert any("Seq Scan" in plan(module_database, sql, ()) for _, sql in ALL)

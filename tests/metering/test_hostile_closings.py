@@ -26,11 +26,11 @@ __all__ = ["test_closers", "test_many_customers", "test_raters"]
 
 @pytest.fixture(params=["serializable", "repeatable read"])
 def database_url(
-    postgres_server: str, template_database: str, request: pytest.FixtureRequest
+    postgres_server: str, acme_template: tuple[str, Customer], request: pytest.FixtureRequest
 ) -> Iterator[str]:
     """Yield the URL of a migrated database with hostile defaults."""
     with (
-        new_database(postgres_server, template=template_database) as url,
+        new_database(postgres_server, template=acme_template[0]) as url,
         hostile(url, request.param) as hostile_url,
     ):
         yield hostile_url
