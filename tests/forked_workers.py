@@ -60,12 +60,15 @@ class StartProcess(Protocol):
 execute_worker: StartProcess = process.start_process
 
 
-def start_api(environment: Mapping[str, str], log: Path) -> Forked | None:
-    """Start an api process that logs to `log` and forks its workers; None as in `Server.start`."""
+def start_api(
+    environment: Mapping[str, str], log: Path, module: str = "tests.forked_workers"
+) -> Forked | None:
+    """Start an api process that logs to `log` and forks its workers; None as in `Server.start`.
+
+    module: runs `main` of this one.
+    """
     classifiers = [CLASSIFIERS.path] if environment.get("WEIR_SAFETY_RULES") else []
-    return APIS.start(
-        [sys.executable, "-m", "tests.forked_workers", WORKERS.path, *classifiers], environment, log
-    )
+    return APIS.start([sys.executable, "-m", module, WORKERS.path, *classifiers], environment, log)
 
 
 def children_of(pid: int, module: str = "") -> list[int]:

@@ -1,4 +1,4 @@
-"""An api process whose event loop a test can hold: `python -m tests.held_api`.
+"""An api process whose event loop a test can hold: `python -m tests.held_api SOCKET...`.
 
 Functions that run on the loop are held while a file of their name is in `WEIR_HOME`.
 """
@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from api.__main__ import main
 from api.openai import gateway
 from api.rpc import client_stream
+from tests.forked_workers import main
 
 HELD = ".held"  # ending of the files
 # The first is called for each HTTP request once its key is known, the other for each start frame.

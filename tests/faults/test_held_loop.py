@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +11,8 @@ import httpx2
 import pytest
 
 from api.core.endpoint import forget_endpoint
+from tests.conftest import new_database
+from tests.forked_workers import start_api
 from tests.held_api import FRAME, HELD, HTTP
 from tests.probing import parts_of, probe
 from tests.scraped import scrape
@@ -30,10 +30,8 @@ class HeldService(Service):
         forget_endpoint(self.home)
         self.home.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, **self.settings.to_environment(), "WEIR_LOG": "info"}
-        with (self.home / "api.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.held_api"], env=environment, stdout=log, stderr=log
-            )
+        self.process = start_api(environment, self.home / "api.log", "tests.held_api")
+        assert self.process is not None
 
     def hold(self, name: str) -> Path:
         """Hold the loop at a function's next call; return the file that holds it."""
@@ -42,9 +40,18 @@ class HeldService(Service):
         return file
 
 
-@pytest.fixture
-def held(tmp_path: Path, database_url: str, model: Path) -> Iterator[HeldService]:
-    with running(service := HeldService(tmp_path / "home", database_url, model)):
+@pytest.fixture(scope="module")
+def held(
+    tmp_path_factory: pytest.TempPathFactory,
+    postgres_server: str,
+    template_database: str,
+    model: Path,
+) -> Iterator[HeldService]:
+    home = tmp_path_factory.mktemp("home")
+    with (
+        new_database(postgres_server, template=template_database) as url,
+        running(service := HeldService(home, url, model)),
+    ):
         yield service
 
 
@@ -68,9 +75,8 @@ async def test_health_answers_while_one_piece_of_work_holds_the_loop(held: HeldS
         assert (await requested).status_code == 200
 
     await until(lambda: probe(held.metrics_url, "/readyz")[0] == 200, "it to be ready again")
-    [incident] = await incidents(held)
-    assert (incident["path"], incident["api_key_id"], incident["organization_id"]) == (
-        "/v1/chat/completions",
+    [incident] = await incidents(held, "/v1/chat/completions")
+    assert (incident["api_key_id"], incident["organization_id"]) == (
         str(tenant.key.id),
         str(tenant.organization_id),
     )
@@ -94,12 +100,8 @@ async def test_a_frame_that_blocks_the_loop_is_named(held: HeldService) -> None:
         holding.unlink()
         await stream.finished(frame.request_id)
 
-    [incident] = await incidents(held)
-    assert (incident["path"], incident["api_key_id"], incident["stage"]) == (
-        "/weir.v1.InferenceService/Generate",
-        str(tenant.key.id),
-        "frames",
-    )
+    [incident] = await incidents(held, "/weir.v1.InferenceService/Generate")
+    assert (incident["api_key_id"], incident["stage"]) == (str(tenant.key.id), "frames")
 
 
 async def ask(service: Service, secret: str) -> httpx2.Response:
@@ -120,13 +122,12 @@ def answers(url: str) -> bool:
         return False
 
 
-async def incidents(service: Service) -> list[dict[str, object]]:
-    """Wait for incidents of the event loop, and return them."""
+async def incidents(service: Service, path: str) -> list[dict[str, object]]:
+    """Wait for incidents of the event loop in requests to this path, and return them."""
 
     def found() -> list[dict[str, object]]:
-        return [
-            each for each in log_events(service.log, "incident") if each["source"] == "event_loop"
-        ]
+        reported = log_events(service.log, "incident")
+        return [each for each in reported if (each["source"], each["path"]) == ("event_loop", path)]
 
     await until(found, "the incident")
     return found()

@@ -24,7 +24,7 @@ import pytest
 from api.core.endpoint import read_endpoint
 from common.processes import alive, children_of, command_line, descendants, parents, started_with
 from metering.store import embedded_postgres
-from tests.conftest import ask
+from tests.conftest import ask, new_home, remove_home
 from tests.metering.invariants import check_invariants
 from tests.service import MODEL, until, wait_for
 
@@ -32,6 +32,8 @@ pytestmark = pytest.mark.faults
 
 CLIENTS = 3
 TOKENS = 20
+PAUSE_S = 0.1  # after each answer: otherwise the engine computes all the time
+SECRETS = {"STRIPE_API_KEY": "sk_test_canary", "WEIR_STRIPE_WEBHOOK_SECRET": "whsec_canary"}
 SCAN_S = 0.1  # between two looks at all processes of the machine, which take 10 ms of CPU
 # PostgreSQL's processes of one connection or one task, and the programs that start it.
 PASSING = re.compile(
@@ -122,7 +124,7 @@ class Up:
         return next((pid for pid in commands if above.get(pid) in commands), None)
 
     def _commands(self) -> list[int]:
-        return [pid for pid in self.tree() if "weir_cli" in command_line(pid)]
+        return [pid for pid in self.tree() if "weir_cli up" in command_line(pid)]
 
     def kinds(self) -> dict[str, list[int]]:
         """Return the lasting processes by command, without PostgreSQL's for connections."""
@@ -146,31 +148,44 @@ class Up:
                     os.kill(pid, signal.SIGKILL)
         if self.process is not None:
             self.process.wait()
-        embedded_postgres.start(self.home / "postgres").stop("immediate")
+        if self.postmaster is not None:
+            embedded_postgres.start(self.home / "postgres").stop("immediate")
 
 
-@pytest.fixture
-def up(postgres_home: Path, model: Path) -> Iterator[Up]:
+@pytest.fixture(scope="module")
+def stack(model: Path) -> Iterator[Up]:
+    """Yield `weir up` of the module's tests, with secrets that no request needs."""
+    home = new_home()
     outer = {name: value for name, value in os.environ.items() if not name.startswith("WEIR_")}
     environment = {
         **outer,
-        "WEIR_HOME": str(postgres_home),
+        "WEIR_HOME": str(home),
         "WEIR_MODELS": f"{MODEL}={model}",
         "WEIR_ENGINE_THREADS": "1",
         "WEIR_LISTEN": "127.0.0.1:0",
         "WEIR_DATABASE_UNREADY_AFTER_S": "0.5",
+        "WEIR_STRIPE_WEBHOOK_LISTEN": "127.0.0.1:0",
         "NO_COLOR": "1",
         "COLUMNS": "120",
+        **SECRETS,
     }
-    stack = Up(postgres_home, environment)
+    stack = Up(home, environment)
+    yield stack
+    stack.end()
+    remove_home(home)
+
+
+@pytest.fixture
+def up(stack: Up) -> Iterator[Up]:
+    """Yield it, running: tests that leave it whole save the next one its start of 5 s of CPU."""
     try:
-        stack.start()
+        if not all((stack.guard, stack.supervisor, stack.api, stack.worker, stack.postmaster)):
+            stack.end()
+            stack.start()
         yield stack
     except BaseException:
         sys.stdout.write(stack.log[-6000:])
         raise
-    finally:
-        stack.end()
 
 
 @dataclass
@@ -183,10 +198,10 @@ class Load:
     begun_at: list[float] = field(default_factory=list)  # of the whole ones
 
     async def client(self) -> None:
-        while True:
-            began_at = time.monotonic()
-            try:
-                async with httpx2.AsyncClient(timeout=30.0) as client:
+        async with httpx2.AsyncClient(timeout=30.0) as client:
+            while True:
+                began_at = time.monotonic()
+                with contextlib.suppress(httpx2.HTTPError, ValueError):
                     answer = await client.post(
                         f"{self.url()}/chat/completions",
                         headers={
@@ -204,10 +219,7 @@ class Load:
                         tokens = answer.json()["usage"]["completion_tokens"]
                         self.whole[answer.headers["x-request-id"]] = tokens
                         self.begun_at.append(began_at)
-                        continue
-            except (httpx2.HTTPError, ValueError):
-                pass
-            await asyncio.sleep(0.05)  # after a failure
+                await asyncio.sleep(PAUSE_S)
 
     async def answered_again(self, since: float) -> float:
         """Wait for a whole answer to a request sent after a moment; return how long it took."""
@@ -251,6 +263,40 @@ async def check_database(up: Up, load: Load) -> None:
         each: (tokens, 1) for each, tokens in load.whole.items()
     }
     check_invariants(url, all_ended=True)
+
+
+def test_a_process_has_only_its_own_secrets(up: Up) -> None:
+    endpoint = up._child("stripe webhooks")
+
+    def has(pid: int | None) -> set[str]:
+        assert pid is not None
+        environment = Path(f"/proc/{pid}/environ").read_text()
+        return {name for name, value in SECRETS.items() if value in environment}
+
+    assert has(up.api) == set()
+    assert has(up.worker) == {"STRIPE_API_KEY"}
+    assert has(endpoint) == {"WEIR_STRIPE_WEBHOOK_SECRET"}
+
+
+async def test_weir_up_killed_as_a_whole_leaves_nothing_to_do_but_to_start_it(up: Up) -> None:
+    """Its api process, worker and engine are ended, and its PostgreSQL is taken over."""
+    async with load_on(up) as load:
+        left = [up.api, up.worker, up.engine]
+        postmaster = up.postmaster
+        assert up.guard is not None
+        os.kill(up.guard, signal.SIGSTOP)
+        killed(up, up.supervisor, up.guard)
+        assert up.process is not None
+        up.process.wait()
+        assert any(alive(pid) for pid in left if pid is not None), "its children go on"
+
+        await asyncio.to_thread(up.start)
+
+        await load.answered_again(time.monotonic())
+
+    await until(lambda: not any(alive(pid) for pid in left if pid is not None), "the old to end")
+    assert up.postmaster == postmaster, "PostgreSQL is taken over"
+    await check_database(up, load)
 
 
 async def test_each_process_that_is_killed_under_load_comes_back_without_help(up: Up) -> None:
@@ -329,41 +375,3 @@ def test_what_a_supervisor_leaves_that_is_killed_while_it_stops_is_ended(up: Up)
     killed(up, up.supervisor)
 
     wait_for(lambda: not up.tree(), "everything to end", poll_s=SCAN_S)
-
-
-async def test_weir_up_killed_as_a_whole_leaves_nothing_to_do_but_to_start_it(up: Up) -> None:
-    """Its api process, worker and engine are ended, and its PostgreSQL is taken over."""
-    async with load_on(up) as load:
-        left = [up.api, up.worker, up.engine]
-        postmaster = up.postmaster
-        assert up.guard is not None
-        os.kill(up.guard, signal.SIGSTOP)
-        killed(up, up.supervisor, up.guard)
-        assert up.process is not None
-        up.process.wait()
-        assert any(alive(pid) for pid in left if pid is not None), "its children go on"
-
-        await asyncio.to_thread(up.start)
-
-        await load.answered_again(time.monotonic())
-
-    await until(lambda: not any(alive(pid) for pid in left if pid is not None), "the old to end")
-    assert up.postmaster == postmaster, "PostgreSQL is taken over"
-    await check_database(up, load)
-
-
-def test_a_process_has_only_its_own_secrets(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
-    up.end()
-    secrets = {"STRIPE_API_KEY": "sk_test_canary", "WEIR_STRIPE_WEBHOOK_SECRET": "whsec_canary"}
-    up._environment.update(secrets, WEIR_STRIPE_WEBHOOK_LISTEN="127.0.0.1:0")
-    up.start()
-    endpoint = up._child("stripe webhooks")
-
-    def has(pid: int | None) -> set[str]:
-        assert pid is not None
-        environment = Path(f"/proc/{pid}/environ").read_text()
-        return {name for name, value in secrets.items() if value in environment}
-
-    assert has(up.api) == set()
-    assert has(up.worker) == {"STRIPE_API_KEY"}
-    assert has(endpoint) == {"WEIR_STRIPE_WEBHOOK_SECRET"}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -17,34 +19,14 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from metering.invoicing.month_report import to_json
 from metering.ledger.rating import rate_all_pending
 from metering.store.db import Sessions, create_engine, create_sessions
+from tests.forks import Forked
+from tests.metering import closing_process
 from tests.metering.closing_world import ClosingWorld
 from tests.metering.usage import Consumed, Customer
-from tests.metering.workers import wait_until
+from tests.metering.workers import FORKED_WORKERS, wait_until
 
 SEPTEMBER, OCTOBER, NOVEMBER = (datetime(2025, month, 10, 12, tzinfo=UTC) for month in (9, 10, 11))
 STATEMENTS_MAX = 200  # far above the statements of a close, so that the test ends
-
-# A close in a separate process, of the month and customer in its arguments.
-CLOSER = """
-import asyncio, sys
-from datetime import UTC, datetime
-from metering.invoicing.closing import close_month
-from metering.invoicing.invoice_document import Issuer
-from metering.store.db import create_engine, create_sessions
-
-async def late(session):
-    return datetime(2025, 12, 15, tzinfo=UTC)
-
-async def close(url, organization, month):
-    engine = create_engine(url)
-    result = await close_month(create_sessions(engine), organization=organization, month=month,
-                               actor="finance", clock=late,
-                               issuer=Issuer("W", ("A",), payment=("P",)))
-    print("closed before" if result.already_closed else "closed")
-    await engine.dispose()
-
-asyncio.run(close(*sys.argv[1:]))
-"""
 
 
 class Planted(Exception):
@@ -140,20 +122,26 @@ BLOCKED = {
 @pytest.mark.faults
 @pytest.mark.parametrize("lock", BLOCKED.values(), ids=BLOCKED)
 async def test_a_killed_close_leaves_nothing_behind_and_blocks_no_caller(
-    sessions: Sessions, customer: Customer, database_url: str, lock: str
+    sessions: Sessions, customer: Customer, database_url: str, lock: str, tmp_path: Path
 ) -> None:
     world = ClosingWorld(sessions, customer)
     await world.use(await world.price(SEPTEMBER), Consumed(1_000_001, 7, 3, settled_at=OCTOBER))
     await rate_all_pending(sessions)
     waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'relation'"
-    command = [sys.executable, "-c", CLOSER, database_url, customer.name, "2025-10"]
+    log = tmp_path / "log"
+
+    def begin_close() -> Forked:
+        command = [sys.executable, "-m", closing_process.__name__, database_url, customer.name]
+        process = FORKED_WORKERS.start([*command, "2025-10"], os.environ, log)
+        assert process is not None
+        return process
 
     with (
         psycopg.connect(database_url) as blocking,
         psycopg.connect(database_url, autocommit=True) as watching,
     ):
         blocking.execute(lock.encode())
-        killed = await asyncio.create_subprocess_exec(*command)
+        killed = begin_close()
         try:
             await asyncio.to_thread(
                 wait_until,
@@ -162,15 +150,14 @@ async def test_a_killed_close_leaves_nothing_behind_and_blocks_no_caller(
             )
         finally:
             killed.kill()
-            await killed.wait()
+            killed.wait()
     left = await database(world)
     [state] = await world.ask("SELECT state FROM billing_months")
-    second = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    reported, _ = await second.communicate()
+    begin_close().wait()
 
     assert left == (0, 0, 0, 0, 0, 0, 0)
     assert state == "closing"
-    assert reported == b"closed\n"
+    assert log.read_text() == "closed\n"
     assert (await world.verify("2025-10")).differences == ()
     await assert_each_event_invoiced_once(world)
 
