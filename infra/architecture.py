@@ -83,7 +83,7 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "benchmarks": (("bench/",), 10_860),
     "demo": (("demo/",), 4_535),
     "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_604),
-    "tests": (("tests/",), 118_455),
+    "tests": (("tests/",), 118_563),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")

@@ -5,6 +5,7 @@ The bodies and messages are generated from the types of each entry point (`bench
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -79,6 +80,7 @@ METHODS = {
 }
 # Their bodies are those of another path, without the last step.
 COUNTING = ("/v1/responses/input_tokens", "/v1/messages/count_tokens")
+CHAT_PATH = "/v1/chat/completions"
 QUOTE = "/weir.v1.InferenceService/Quote"
 CACHED_S = 0.15
 CONFIGURATION_BYTE_S = 25e-6  # in a thread, for administrators; two bytes can be one object
@@ -135,7 +137,7 @@ def detokenizing(body: bytes) -> None:
 
 
 HTTP: Mapping[str, tuple[Entry, type[Any], Mapping[str, Any]]] = {
-    "/v1/chat/completions": (generating(CHAT), CHAT.parameters, CHAT_BODY),
+    CHAT_PATH: (generating(CHAT), CHAT.parameters, CHAT_BODY),
     "/v1/completions": (
         generating(COMPLETIONS),
         COMPLETIONS.parameters,
@@ -210,6 +212,13 @@ def near(costly: Costly, size: int) -> bytes:
     return body
 
 
+def is_foreign(costly: Costly, path: str) -> bool:
+    """Return whether a body of the HTTP API is costly by a parameter of other servers."""
+    parameter = re.match(r"(\w+)[^:]*:", costly.name)
+    own = HTTP[path][1].__struct_encode_fields__ if path in HTTP else ()
+    return path in HTTP and parameter is not None and parameter[1] not in own
+
+
 def json_of(kind: Descriptor, size: int, above: int = 2) -> Iterator[tuple[str, bytes]]:
     """Yield costly JSON of a message type. above: depth of messages that are entered."""
     yield "unknown members", b'{"p":[' + filled(b"[]", size) + b"]}"
@@ -249,6 +258,7 @@ def test_time_grows_with_the_bytes_of_a_body_and_lets_others_run(path: str) -> N
     """A body whose time is linear is only measured at sizes at which it could exceed a limit."""
     enter, bodies, bytes_max = ENTRIES[path]
     of_generate = {each.name for each in ENTRIES["/weir.v1.InferenceService/Generate"][1]}
+    of_chat = {each.name for each in ENTRIES[CHAT_PATH][1]}
 
     def prepare(costly: Costly, byte_count: int) -> Call:
         return partial(enter, near(costly, byte_count))
@@ -258,6 +268,8 @@ def test_time_grows_with_the_bytes_of_a_body_and_lets_others_run(path: str) -> N
             name = f"{path}, {costly.name}"
             if path == QUOTE and f"frames.{costly.name}" in of_generate:
                 continue  # the same type, with the same parser
+            if path != CHAT_PATH and costly.name in of_chat and is_foreign(costly, path):
+                continue  # all APIs share the parser
             # Below this time caches decide; if it were a square, the full size would take seconds.
             found = check_growth(name, partial(prepare, costly), GROWTH_BYTES, CACHED_S)
             assert len(error_of(prepare(costly, GROWTH_BYTES))) <= ERROR_CHARS_MAX, name

@@ -91,11 +91,11 @@ def test_every_number_is_read_from_its_variable(name: str) -> None:
     assert settings.having(**{short(SPECS[name]): default}) == BUNDLED, "and nothing else"
 
 
-@pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("text", ["x", "1e", "nan", "inf", "-1", "1" * 30, "１x"])
-def test_a_bad_number_is_refused_by_name(name: str, text: str) -> None:
-    with pytest.raises(SettingInvalid, match=name):
-        Settings.from_environment({name: text})
+def test_a_bad_number_is_refused_by_name(text: str) -> None:
+    for name in NUMBERS:
+        with pytest.raises(SettingInvalid, match=name):
+            Settings.from_environment({name: text})
 
 
 @pytest.fixture

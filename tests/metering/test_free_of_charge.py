@@ -17,11 +17,7 @@ from metering.store.db import create_engine, create_sessions
 from tests.metering.hold_world import MODEL, HoldWorld, admit, settle
 from tests.metering.invariants import check_invariants
 
-MONEY = [
-    QuotaDimension.COST_PICOS_PER_DAY,
-    QuotaDimension.COST_PICOS_PER_MONTH,
-    QuotaDimension.PREPAID_CREDIT_PICOS,
-]
+MONEY = [QuotaDimension.COST_PICOS_PER_DAY, QuotaDimension.PREPAID_CREDIT_PICOS]
 LIMIT = 1_000_000
 
 
@@ -35,7 +31,7 @@ def overdraw(world: HoldWorld, quota_id: uuid.UUID, by: int) -> None:
     )
 
 
-@pytest.mark.parametrize("overdrawn_by", [0, 1, 10**9])
+@pytest.mark.parametrize("overdrawn_by", [0, 10**9])
 @pytest.mark.parametrize("cached", [False, True], ids=["first batch", "known counters"])
 @pytest.mark.parametrize("embedding", [False, True], ids=["generation", "embedding"])
 @pytest.mark.parametrize("dimension", MONEY)

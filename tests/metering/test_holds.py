@@ -214,7 +214,7 @@ async def test_a_late_count_of_cached_tokens_never_raises_a_charge(world: HoldWo
 
 
 @pytest.mark.parametrize("weight", [1000, 333, 100, 0])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 async def test_windows_and_credit_equal_the_bill_whenever_the_cached_tokens_are_known(
     world: HoldWorld, sessions: Sessions, seed: int, weight: int
 ) -> None:

@@ -4,6 +4,7 @@ of Stripe's amounts, and the rest is carried.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from datetime import UTC, date, datetime, timedelta
@@ -107,8 +108,10 @@ def run_ahead(account: Any) -> None:
 REFUSALS = {"archived meters": archive_meters, "too old": grow_old, "in the future": run_ahead}
 
 
-@pytest.mark.parametrize("currency_code", CURRENCIES)
-@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize(
+    ("refusal", "currency_code"),
+    [*((each, "USD") for each in REFUSALS), *(("too old", each) for each in CURRENCIES[1:])],
+)
 async def test_usage_that_stripe_refuses_for_good_is_part_of_an_item(
     sessions: Sessions, double: StripeDouble, currency_code: str, refusal: str
 ) -> None:
@@ -166,7 +169,7 @@ async def test_a_voided_invoice_is_not_rebilled(sessions: Sessions, double: Stri
     assert double.account.of("invoiceitems") == {}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("currency_code", CURRENCIES)
 async def test_over_months_of_any_refusals_all_invoices_come_to_ours_but_for_a_carried_rest(
     sessions: Sessions, double: StripeDouble, currency_code: str, seed: int
@@ -201,16 +204,17 @@ async def test_over_months_of_any_refusals_all_invoices_come_to_ours_but_for_a_c
     assert abs(rest) < step
 
 
-@pytest.mark.parametrize("currency_code", sorted(set(STRIPE_DIGITS) - NOT_BILLED))
-def test_each_amount_is_one_that_stripe_takes(currency_code: str) -> None:
+def test_each_amount_is_one_that_stripe_takes() -> None:
     """Stripe: three decimals end in 0; ISK and UGX are written with two zeros."""
-    step = {3: 10}.get(STRIPE_DIGITS[currency_code], 1)
-    step = 100 if currency_code in ("ISK", "UGX") else step
-    unit = minor_unit_picos(currency_code)
+    amounts = (0, 1, 9, 10, 11, 99, 100, 12_345, -1, -11, -12_345)
+    for currency_code, minor in itertools.product(set(STRIPE_DIGITS) - NOT_BILLED, amounts):
+        step = {3: 10}.get(STRIPE_DIGITS[currency_code], 1)
+        step = 100 if currency_code in ("ISK", "UGX") else step
+        unit = minor_unit_picos(currency_code)
 
-    for minor in (0, 1, 9, 10, 11, 99, 100, 12_345, -1, -11, -12_345):
         amount = in_steps(whole_units(minor * unit, currency_code), currency_code)
-        assert amount % step == 0
-        assert abs(amount) <= abs(minor) + step
-        assert in_steps(amount, currency_code) == amount
-        assert abs(in_steps(minor, currency_code) - minor) < step
+
+        assert amount % step == 0, (currency_code, minor)
+        assert abs(amount) <= abs(minor) + step, (currency_code, minor)
+        assert in_steps(amount, currency_code) == amount, (currency_code, minor)
+        assert abs(in_steps(minor, currency_code) - minor) < step, (currency_code, minor)
