@@ -563,7 +563,8 @@ def test_the_code_of_a_page_runs(page: Path, stage: Stage, tmp_path: Path) -> No
             script.append(block)
     for module in re.findall(r"^(?:from|import) (\w+)", program, re.MULTILINE):
         pytest.importorskip(module)
-    script.append(f"\npython - <<'END'\n{program}END\n")
+    if program:
+        script.append(f"\npython - <<'END'\n{program}END\n")
 
     output = stage.run("".join(script), tmp_path)
 
