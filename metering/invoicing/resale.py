@@ -506,7 +506,7 @@ async def find_statement(
         raise NotFound(
             "statement",
             f"{month} of {owner.name}",
-            f"The month has no {what}; usage appears seconds after a request.",
+            f"The month has no {what}. Usage appears seconds after a request; ask again then.",
         )
     return found[0]
 

@@ -715,7 +715,7 @@ def checked_groups(groups: Groups, of: UsageFilter) -> Groups:
             "largest_first", "needs an organization, and another grouping than `request`"
         )
     if groups.latest_first and Grouping.REQUEST not in by:
-        raise InvalidValue("latest_first", "needs the grouping `request`")
+        raise InvalidValue("latest_first", "must be unset unless group_by is `request`")
     if of.organization_id is None and Grouping.ORGANIZATION not in by:
         by = (Grouping.ORGANIZATION, *by)
     if not by:

@@ -233,7 +233,8 @@ async def test_a_frozen_database_blocks_no_caller(
 async def test_an_outage_opens_no_more_connections(launch: Start, database_url: str) -> None:
     async with CuttingProxy(database_url).listening() as proxy:
         service = await asyncio.to_thread(launch, database_url=proxy.url, database_connections=POOL)
-        service.database = Database(database_url)  # this loop runs the proxy
+        # This loop runs the proxy, which counts connections.
+        service.database, service.database_url = Database(database_url), database_url
         tenant = await service.tenant(LIMITS)
         async with service.stream(tenant.secret) as stream, service.stream(tenant.secret) as other:
             await stream.finished(await stream.begin(max_output_tokens=1))
