@@ -237,10 +237,10 @@ class EndUserCalls(AuthenticatedServicer):
         self, request: pb.EraseEndUserRequest, context: Context
     ) -> pb.EraseEndUserResponse:
         """Erase a name in two steps, so that admissions wait for the short one only."""
-        name = checked_end_user(request.end_user)
-        if not name:
-            raise InvalidValue("end_user", "is required: the name that requests gave")
         async with self._acting(context, alone=True) as acting:
+            name = checked_end_user(request.end_user)
+            if not name:
+                raise InvalidValue("end_user", "is required: the name that requests gave")
             organization = await tenants.find_organization(acting.session, request.organization)
             erasure = Erasure(organization.id, name, acting.actor)
             erased = await erasure.erase_names(acting.session)
@@ -293,8 +293,8 @@ class QuotaCalls(AuthenticatedServicer):
         self, request: pb.OverrideQuotaRequest, context: Context
     ) -> pb.OverrideQuotaResponse:
         """Set a temporary override of a limit, or end it."""
-        until = wire.given_time(request, "expire_time")
         async with self._transaction(context) as (session, actor):
+            until = wire.given_time(request, "expire_time")
             state = await quota_admin.override_quota(
                 session,
                 quota_id=request.quota_id,
