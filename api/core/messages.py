@@ -34,11 +34,12 @@ from metering.core.models import (
 from metering.pricing.prices import CustomerPrice, customer_prices, versions_in_force
 from metering.quotas.quota_rules import (
     NO_WINDOW,
+    UNITS,
     ByWindow,
     QuotaRule,
     QuotaState,
     Weights,
-    window_reset,
+    window_resets,
 )
 from metering.quotas.quota_states import effective
 from metering.receipts.chaining import IssuedReceipt
@@ -103,15 +104,16 @@ def resets(now: datetime) -> ByWindow[tuple[int, int, int] | None]:
     """Compute when each window is reset: seconds since 1970, then the seconds and nanoseconds
     left. None for a window that never is.
     """
+    ends = window_resets(now)
 
     def compute(window: int) -> tuple[int, int, int] | None:
-        end = window_reset(window, now)
+        end = ends[window]
         if end is None:
             return None
         rest = end - now
         return int(end.timestamp()), rest.days * 86_400 + rest.seconds, rest.microseconds * 1000
 
-    return ByWindow(compute)
+    return ByWindow(compute, [compute(window) for window in range(len(UNITS))])
 
 
 # Sent with every request and rarely changed; some 20 MB at most.

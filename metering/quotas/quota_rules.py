@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import Enum, StrEnum
@@ -121,16 +121,20 @@ UNITS = (None, *Unit)  # a window of the calendar is numbered by its index here
 
 
 class ByWindow(dict[int, V]):
-    """Values by the number of a window (`window_number`), each computed once."""
+    """Values by the number of a window (`window_number`), each computed once.
+
+    `calendar` are those of the windows in `UNITS`; each length of a rolling window is added when it
+    is first asked for.
+    """
 
     __slots__ = ("_compute",)
 
-    def __init__(self, compute: Callable[[int], V]) -> None:
-        super().__init__()
+    def __init__(self, compute: Callable[[int], V], calendar: Iterable[V]) -> None:
+        super().__init__(enumerate(calendar))
         self._compute = compute
 
     def __missing__(self, window: int) -> V:
-        """Compute the value of a window."""
+        """Compute the value of a rolling window."""
         value = self[window] = self._compute(window)
         return value
 
@@ -162,34 +166,40 @@ def window_ends(at: datetime) -> ByWindow[datetime | None]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _windows(minutes: int) -> tuple[ByWindow[datetime], ByWindow[datetime | None]]:
-    bounds = ByWindow(functools.partial(_bounds, NO_WINDOW + minutes * MINUTE))
-    return ByWindow(lambda window: bounds[window][0]), ByWindow(lambda window: bounds[window][1])
+def window_resets(at: datetime) -> ByWindow[datetime | None]:
+    """Compute when nothing that counts at `at` counts any more; None if it always does.
+
+    A rolling window counts the buckets that begin up to its length before the present one: it is
+    never shorter than its length, and a charge leaves it a bucket late at most.
+    """
+    return _windows((at - NO_WINDOW) // MINUTE)[2]
 
 
-def _bounds(minute: datetime, window: int) -> tuple[datetime, datetime | None]:
-    """Compute start and end of the window around a minute."""
-    if window < 0:
-        bucket = bucket_of(-window)
-        start = minute - (minute - NO_WINDOW) % bucket
-        return start, start + bucket
+@functools.lru_cache(maxsize=4096)
+def _windows(
+    minutes: int,
+) -> tuple[ByWindow[datetime], ByWindow[datetime | None], ByWindow[datetime | None]]:
+    minute = NO_WINDOW + minutes * MINUTE
     hour = minute.replace(minute=0)
     day = hour.replace(hour=0)
-    match UNITS[window]:
-        case Unit.MINUTE:
-            return minute, minute + MINUTE
-        case Unit.HOUR:
-            return hour, hour + timedelta(hours=1)
-        case Unit.DAY:
-            return day, day + timedelta(days=1)
-        case Unit.WEEK:
-            week = day - timedelta(days=day.weekday())
-            return week, week + timedelta(weeks=1)
-        case Unit.MONTH:
-            month = day.replace(day=1)
-            return month, (month + timedelta(days=32)).replace(day=1)
-        case _:
-            return NO_WINDOW, None
+    week, month = day - timedelta(days=day.weekday()), day.replace(day=1)
+    bounds = {
+        Unit.MINUTE: (minute, minute + MINUTE),
+        Unit.HOUR: (hour, hour + timedelta(hours=1)),
+        Unit.DAY: (day, day + timedelta(days=1)),
+        Unit.WEEK: (week, week + timedelta(weeks=1)),
+        Unit.MONTH: (month, (month + timedelta(days=32)).replace(day=1)),
+    }
+    starts, ends = zip(*(bounds.get(unit, (NO_WINDOW, None)) for unit in UNITS), strict=True)
+
+    def bucket_start(window: int) -> datetime:
+        return minute - (minute - NO_WINDOW) % bucket_of(-window)
+
+    return (
+        ByWindow(bucket_start, starts),
+        ByWindow(lambda window: bucket_start(window) + bucket_of(-window), ends),
+        ByWindow(lambda window: bucket_start(window) + bucket_of(-window) - window * MINUTE, ends),
+    )
 
 
 def window_start(dimension: QuotaDimension, at: datetime, window_minutes: int = 0) -> datetime:
@@ -200,16 +210,6 @@ def window_start(dimension: QuotaDimension, at: datetime, window_minutes: int = 
 def window_end(dimension: QuotaDimension, at: datetime, window_minutes: int = 0) -> datetime | None:
     """Compute when the window that contains `at` ends; None if it never does."""
     return window_ends(at)[window_number(dimension, window_minutes)]
-
-
-def window_reset(window: int, at: datetime) -> datetime | None:
-    """Compute when nothing that counts at `at` counts any more; None if it always does.
-
-    A rolling window counts the buckets that begin up to its length before the present one: it is
-    never shorter than its length, and a charge leaves it a bucket late at most.
-    """
-    end = window_ends(at)[window]
-    return end if end is None or window > 0 else end - window * MINUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -615,7 +615,7 @@ class QuotaState(NamedTuple):
 
         In a rolling window it falls from bucket to bucket until then.
         """
-        return window_reset(self.rule.window, self.now)
+        return window_resets(self.now)[self.rule.window]
 
     @property
     def resets_in_s(self) -> float | None:

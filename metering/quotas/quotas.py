@@ -32,7 +32,7 @@ from metering.quotas.quota_rules import (
     Tokens,
     Unit,
     money_scale,
-    window_reset,
+    window_resets,
     window_starts,
 )
 
@@ -716,7 +716,7 @@ def exceeded(counters: Counters, failing: Sequence[QuotaRule], charge: Charge) -
             rule.dimension is not credit,
             never
             if rule.unit is Unit.LIFETIME
-            else window_reset(rule.window, counters.now) or NO_WINDOW,
+            else window_resets(counters.now)[rule.window] or NO_WINDOW,
             str(rule.id),
         )
 
