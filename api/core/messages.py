@@ -34,8 +34,6 @@ from metering.core.models import (
 from metering.pricing.prices import CustomerPrice, customer_prices, versions_in_force
 from metering.quotas.quota_rules import (
     NO_WINDOW,
-    UNITS,
-    ByWindow,
     QuotaRule,
     QuotaState,
     Weights,
@@ -92,28 +90,24 @@ def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
         status.within_name = state.within_name
     if state.is_planned:
         status.quota_id = ""
-    if (reset := resets(state.now)[state.rule.window]) is not None:
+    if (reset := reset_of(state.rule.window, state.now)) is not None:
         status.reset_time.seconds, status.reset_delay.seconds, status.reset_delay.nanos = reset
     if state.alert_at:
         status.alert_at.extend(state.alert_at)
     return status
 
 
-@functools.lru_cache(maxsize=64)  # requests admitted together have one time
-def resets(now: datetime) -> ByWindow[tuple[int, int, int] | None]:
-    """Compute when each window is reset: seconds since 1970, then the seconds and nanoseconds
-    left. None for a window that never is.
+@functools.lru_cache(maxsize=512)  # requests admitted together have one time
+def reset_of(window: int, now: datetime) -> tuple[int, int, int] | None:
+    """Compute when a window is reset: seconds since 1970, then the seconds and nanoseconds left.
+
+    None for a window that never is.
     """
-    ends = window_resets(now)
-
-    def compute(window: int) -> tuple[int, int, int] | None:
-        end = ends[window]
-        if end is None:
-            return None
-        rest = end - now
-        return int(end.timestamp()), rest.days * 86_400 + rest.seconds, rest.microseconds * 1000
-
-    return ByWindow(compute, [compute(window) for window in range(len(UNITS))])
+    end = window_resets(now)[window]
+    if end is None:
+        return None
+    rest = end - now
+    return int(end.timestamp()), rest.days * 86_400 + rest.seconds, rest.microseconds * 1000
 
 
 # Sent with every request and rarely changed; some 20 MB at most.

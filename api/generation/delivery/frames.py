@@ -13,7 +13,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core import wire
-from api.core.messages import order, quota_in_force, quota_statuses, receipt_message, resets
+from api.core.messages import order, quota_in_force, quota_statuses, receipt_message
 from api.generation.delivery.encoding import logprob_messages
 from api.generation.endings import UsageSoFar
 from api.generation.request.limits import OutputLimits
@@ -47,13 +47,13 @@ def admitted(
     output, because the request sets no limit.
     """
     frame, quotas = _met_quotas(admission.quotas.rules)
-    ends, counts = resets(admission.quotas.now), admission.quotas.counts
+    now, counts = admission.quotas.now, admission.quotas.counts
     for index, status, limit_value, window, reset_time, delay in quotas:
         used, held = counts[index]
         status.used_value = used
         status.held_value = held
         status.remaining_value = limit_value - used - held
-        if (reset := ends[window]) is not None:
+        if (reset := reset_of(window, now)) is not None:
             reset_time.seconds, delay.seconds, delay.nanos = reset
     message = frame.admitted
     message.input_token_count = len(request.prompt_token_ids)
