@@ -13,7 +13,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core import wire
-from api.core.messages import order, quota_in_force, quota_statuses, receipt_message
+from api.core.messages import order, quota_in_force, quota_statuses, receipt_message, reset_of
 from api.generation.delivery.encoding import logprob_messages
 from api.generation.endings import UsageSoFar
 from api.generation.request.limits import OutputLimits
