@@ -334,24 +334,30 @@ BEGIN
                 WHERE hold_id = h.id AND settled_at >= h.ended_at
             ) AS e
             CROSS JOIN LATERAL (
-                SELECT unnest(ARRAY[h.organization_id, h.project_id, h.api_key_id, h.end_user_id])
+                SELECT unnest(h.quota_ids)
                 UNION
-                SELECT subject_id FROM quotas WHERE id = ANY(h.quota_ids)
-                UNION
-                SELECT u.id
-                FROM jsonb_each_text(h.labels) AS l
-                JOIN usage_subjects u
-                    ON u.organization_id = h.organization_id
-                   AND u.kind = 'label'
-                   AND (u.label_key, u.name) = (l.key, l.value)
-            ) AS s (subject_id)
+                SELECT o.id
+                FROM (
+                    SELECT unnest(
+                        ARRAY[h.organization_id, h.project_id, h.api_key_id, h.end_user_id])
+                    UNION ALL
+                    SELECT u.id
+                    FROM jsonb_each_text(h.labels) AS l
+                    JOIN usage_subjects u
+                        ON u.organization_id = h.organization_id
+                       AND u.kind = 'label'
+                       AND (u.label_key, u.name) = (l.key, l.value)
+                ) AS s (subject_id)
+                JOIN quotas o
+                    ON o.subject_id = s.subject_id
+                   AND o.deleted_at IS NULL
+                   AND (o.within_id IS NULL OR o.within_id IN (h.organization_id, h.project_id))
+                   AND o.model IN ('', h.model)
+                   AND NOT o.for_new_keys
+                   AND o.for_each = ''
+            ) AS s (quota_id)
             JOIN quota_terms q
-                ON q.subject_id = s.subject_id
-               AND (q.within_id IS NULL OR q.within_id IN (h.organization_id, h.project_id))
-               AND q.model IN ('', h.model)
-               AND (q.deleted_at IS NULL OR q.id = ANY(h.quota_ids))
-               AND NOT q.for_new_keys
-               AND q.for_each = ''
+                ON q.id = s.quota_id AND (q.deleted_at IS NULL OR q.id = ANY(h.quota_ids))
             JOIN quota_counters k ON k.quota_id = q.id AND k.window_start = 'epoch'
             CROSS JOIN LATERAL (
                 SELECT CASE WHEN q.dimension LIKE 'requests%' THEN 'requests'
