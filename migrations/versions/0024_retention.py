@@ -91,7 +91,7 @@ CREATE INDEX ix_retired_receipts_organization_id_month
 CREATE TRIGGER retired_receipts_append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON retired_receipts
     FOR EACH STATEMENT EXECUTE FUNCTION refuse_change();
 
--- What deleted holds used of a lifetime limit or prepaid credit; `late_picos` is the part of prepaid
+-- What deleted holds used of a lifetime limit or prepaid credit; `late_picos` is the part of the
 -- credit that owners of expired holds reported late.
 CREATE TABLE quota_checkpoints (
     quota_id uuid CONSTRAINT pk_quota_checkpoints PRIMARY KEY
@@ -253,8 +253,8 @@ BEGIN
     RETURN ends;
 END $$;
 
--- Deletes the ended holds in some pages of the table, and adds what they used of lifetime limits and
--- prepaid credit to the checkpoints. Returns how many; NULL after the last pass, which finds none.
+-- Deletes the ended holds in some pages of the table, and adds what they used of lifetime limits
+-- and prepaid credit to the checkpoints. Returns how many; NULL after the last pass, which finds none.
 CREATE FUNCTION retire_holds(retired date, page_count int) RETURNS int LANGUAGE plpgsql
     SECURITY DEFINER SET search_path = public, pg_temp AS $$
 DECLARE

@@ -111,7 +111,7 @@ class Lifetime:
                 subject=subject,
                 subject_ref=str(subject_id),
                 key=QuotaKey(QuotaDimension(f"{measure}_per_lifetime"), **key),
-                terms=QuotaTerms(10**9, True, *weights),
+                terms=QuotaTerms(10**9, True, weights[0], weights[1], weights[2]),
                 actor="test",
             )
         return state.quota_id
@@ -120,7 +120,7 @@ class Lifetime:
         """Set limits of random measures on every kind of subject."""
         await self.limit("tokens", QuotaSubject.ORGANIZATION, weights=[1000] * 3)
         organization, project = QuotaSubject.ORGANIZATION, QuotaSubject.PROJECT
-        for subject, key in (
+        subjects: list[tuple[QuotaSubject, dict[str, Any]]] = [
             (organization, {"for_each": "end_user"}),
             (organization, {"end_user": "ann"}),
             (organization, {"for_each": "label:team"}),
@@ -129,7 +129,8 @@ class Lifetime:
             (project, {"label": "team=x"}),
             (project, {"for_each": "end_user"}),
             (QuotaSubject.API_KEY, {}),
-        ):
+        ]
+        for subject, key in subjects:
             for measure in self.random.sample(MEASURES, 2):
                 await self.limit(measure, subject, **key)
 
