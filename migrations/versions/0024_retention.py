@@ -254,7 +254,8 @@ BEGIN
 END $$;
 
 -- Deletes the ended holds in some pages of the table, and adds what they used of lifetime limits
--- and prepaid credit to the checkpoints. Returns how many; NULL after the last pass, which finds none.
+-- and prepaid credit to the checkpoints. Returns how many; NULL after the last pass, which finds
+-- none.
 CREATE FUNCTION retire_holds(retired date, page_count int) RETURNS int LANGUAGE plpgsql
     SECURITY DEFINER SET search_path = public, pg_temp AS $$
 DECLARE

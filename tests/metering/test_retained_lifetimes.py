@@ -1,4 +1,4 @@
-"""Limits of a lifetime count requests whose details were removed, whoever they limit."""
+"""Lifetime limits of every subject count requests whose details were removed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SENT, LEASED, EXTENDED = 10, 20, 30  # tokens of a request
 
 @dataclass(eq=False)
 class Use:
-    """A request and what it used: input, cached input, output and reasoning tokens."""
+    """A request with its input, cached input, output and reasoning tokens."""
 
     payer: Payer
     end_user: str
@@ -292,7 +292,7 @@ class Lifetime:
 
 
 @pytest.fixture(params=[1, 2])
-async def life(
+async def lifetime(
     request: pytest.FixtureRequest, database_url: str, sessions: Sessions
 ) -> AsyncIterator[Lifetime]:
     """Yield closed months, at a time at which they are due."""
@@ -304,13 +304,13 @@ async def life(
 
 
 async def test_a_lifetime_counts_requests_that_were_removed(
-    life: Lifetime, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+    lifetime: Lifetime, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = life.world
+    world = lifetime.world
     monkeypatch.setattr("metering.retention.HOLD_PAGES", 1)
-    leased = [each for each in life.uses if each.is_leased]
-    life.random.shuffle(leased)
-    kept_counts = [len(life.uses)]
+    leased = [each for each in lifetime.uses if each.is_leased]
+    lifetime.random.shuffle(leased)
+    kept_counts = [len(lifetime.uses)]
     is_done = False
     while not is_done:
         with monkeypatch.context() as interrupted:
@@ -322,33 +322,34 @@ async def test_a_lifetime_counts_requests_that_were_removed(
         kept_counts.append(world.one("SELECT count(*) FROM holds"))
         late = leased.pop()
         is_kept = world.one("SELECT count(*) FROM holds WHERE id = %s", late.id) == 1
-        assert await life.report(late) is is_kept
+        assert await lifetime.report(late) is is_kept
         if len(kept_counts) == 3:
-            await life.erase("bob")
-        life.check()
-        await life.recount_all()
-        life.verify()
+            await lifetime.erase("bob")
+        lifetime.check()
+        await lifetime.recount_all()
+        lifetime.verify()
     assert len(set(kept_counts)) > 4
     assert kept_counts[-1] == 0
-    assert not await life.report(leased.pop())
+    assert not await lifetime.report(leased.pop())
 
     # Neither idle end users nor old counters are deleted with it.
     assert await archive_all_idle(sessions) > 0
     async with sessions.begin() as session:
         await delete_past_counters(session)
-    life.verify()
+    lifetime.verify()
 
     # A limit that is set now does not count them; one with new weights does, with the previous.
-    removed = life.uses.copy()
-    quota_id = await life.limit("tokens", QuotaSubject.API_KEY, model=MODEL)
-    life.since[quota_id] = len(removed)
-    await life.use()
-    life.verify()
-    await life.recount_all()
-    life.verify()
-    quota_id = await life.limit("tokens", QuotaSubject.ORGANIZATION, weights=[125, 125, 125])
+    removed = lifetime.uses.copy()
+    quota_id = await lifetime.limit("tokens", QuotaSubject.API_KEY, model=MODEL)
+    lifetime.since[quota_id] = len(removed)
+    await lifetime.use()
+    lifetime.verify()
+    await lifetime.recount_all()
+    lifetime.verify()
+    quota_id = await lifetime.limit("tokens", QuotaSubject.ORGANIZATION, weights=[125, 125, 125])
     [(used, _)] = world.counters(quota_id)
     assert used == sum(
-        each.amount("tokens", [1000] * 3 if each in removed else [125] * 3) for each in life.uses
+        each.amount("tokens", [1000] * 3 if each in removed else [125] * 3)
+        for each in lifetime.uses
     )
     check_invariants(world.url)
