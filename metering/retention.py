@@ -7,7 +7,7 @@ it stopped:
 
 1. Sum the usage events by day, and keep the hashes of their receipts.
 2. Delete the holds that have ended, some pages at a time; their usage is added to the checkpoints
-   of limits without a window.
+   of lifetime limits and prepaid credit.
 3. Exchange the events for their sums: detach their partition. Readers see one or the other.
 4. Drop the detached table.
 

@@ -113,9 +113,9 @@ class Void(msgspec.Struct, frozen=True):
 class Expire(msgspec.Struct, frozen=True):
     """Operation that ends a hold whose expiry has passed. Answer: `Ended`; no effect if not due.
 
-    Bills the tokens delivered by the last extension. Quotas with a window keep the whole lease as
-    used, since more may have been delivered and a limit must not be exceeded. Lifetime quotas keep
-    the billed tokens.
+    Bills the tokens delivered by the last extension. Quotas, also of a lifetime, keep the whole
+    lease as used, since more may have been delivered and a limit must not be exceeded. Prepaid
+    credit keeps the billed tokens.
     """
 
     hold_id: uuid.UUID

@@ -166,7 +166,7 @@ def charges_sql(hold_condition: str, rule_condition: str) -> str:
            AND u.kind = 'label'
            AND (u.label_key, u.name) = (l.key, l.value)
         UNION ALL
-        SELECT q.subject_id
+        SELECT DISTINCT q.subject_id
         FROM quotas q
         JOIN usage_subjects u ON u.id = q.subject_id AND {ERASED_LABEL}
         WHERE q.id = ANY(h.quota_ids)
@@ -283,8 +283,8 @@ WINDOW_UNTIL = "c.window_start + make_interval(mins => q.window_minutes)"
 
 # A counter may exceed a limit that an admin set or lowered below what was used, until the windows
 # of that time have ended. After such a change nothing is admitted: a hold of later, beyond the time
-# of an administrator's transaction, shows that the limit failed. A lifetime quota may be exceeded
-# by usage that owners of expired holds reported late: the leases had been released.
+# of an administrator's transaction, shows that the limit failed. Prepaid credit may be exceeded by
+# usage that owners of expired holds reported late: the leases had been released.
 WITHIN_LIMITS = Check(
     "counters-within-limits",
     "Used plus held is within the limit of every enforced quota, unless the limit was set or"
@@ -415,8 +415,8 @@ COUNTER_CHECKS = (
         "counters-equal-holds",
         "The held value of a counter is the sum over live holds; its used value is the sum of usage"
         " events, postings of live holds and leases of expired holds in its window; no counter is"
-        " missing. Reads whole windows, whatever `since` is. A limit without a window counts"
-        " deleted holds by its checkpoint.",
+        " missing. Reads whole windows, whatever `since` is. Lifetimes and prepaid credit count"
+        " deleted holds by their checkpoints.",
         f"WITH rules AS ({RULES})"
         + violations_sql(
             "concat('counter of quota ', quota_id, ' (', dimension, ') from ', window_start)",

@@ -10,9 +10,9 @@ lock, all usage settled up to the heads of the receipt chains, before which noth
 any more; then all usage after them, and all usage that is not settled. Many quotas are counted
 together, with one statement of each kind.
 
-Requests of old months are deleted (`metering/retention.py`). Their usage of a limit without a
-window is its checkpoint, with the weights of then; a recount adds it. A new limit without a window
-counts from the oldest request that is kept, except prepaid credit, which counts all usage.
+Requests of old months are deleted (`metering/retention.py`). Their usage of a lifetime limit or
+prepaid credit is its checkpoint, with the weights of then; a recount adds it. A new lifetime limit
+counts from the oldest request that is kept; prepaid credit counts all usage.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ CREATE INDEX ix_retired_receipts_organization_id_month
 CREATE TRIGGER retired_receipts_append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON retired_receipts
     FOR EACH STATEMENT EXECUTE FUNCTION refuse_change();
 
--- What deleted holds used of a limit without a window; `late_picos` is the part of it that owners
--- of expired holds reported late.
+-- What deleted holds used of a lifetime limit or prepaid credit; `late_picos` is the part of the
+-- credit that owners of expired holds reported late.
 CREATE TABLE quota_checkpoints (
     quota_id uuid CONSTRAINT pk_quota_checkpoints PRIMARY KEY
         CONSTRAINT fk_quota_checkpoints_quota_id_quotas REFERENCES quotas (id),
@@ -253,8 +253,9 @@ BEGIN
     RETURN ends;
 END $$;
 
--- Deletes the ended holds in some pages of the table, and adds what they used of limits without a
--- window to the checkpoints. Returns how many; NULL after the last pass, which finds none.
+-- Deletes the ended holds in some pages of the table, and adds what they used of lifetime limits
+-- and prepaid credit to the checkpoints. Returns how many; NULL after the last pass, which finds
+-- none.
 CREATE FUNCTION retire_holds(retired date, page_count int) RETURNS int LANGUAGE plpgsql
     SECURITY DEFINER SET search_path = public, pg_temp AS $$
 DECLARE
@@ -284,23 +285,26 @@ BEGIN
     ) AS ended;
     IF EXISTS (
         SELECT FROM quota_counters
-        WHERE window_start = 'epoch' AND quota_id IN (
+        WHERE window_start = 'epoch' AND kept_until IS NULL AND quota_id IN (
             SELECT id FROM quotas WHERE dimension <> 'concurrent_requests'))
     THEN
         INSERT INTO quota_checkpoints AS kept (quota_id, used, late_picos)
         SELECT quota_id,
-               sum(CASE
-                   WHEN measure = 'requests' THEN 1
-                   WHEN parts = 0 THEN 0
-                   ELSE div(
-                       (input - least(cached, input)) * w_input + least(cached, input) * w_cached
-                           + (output - reasoning) * w_output + reasoning * w_reasoning
-                           + divisor - 1,
-                       divisor)
-               END),
-               sum(CASE WHEN measure = 'picos' AND state = 'expired' THEN late_picos ELSE 0 END)
+               sum(CASE WHEN measure = 'requests' THEN 1 ELSE div(
+                   (input - least(cached, input)) * w_input + least(cached, input) * w_cached
+                       + (output - reasoning)
+                           * CASE WHEN keeps_lease THEN greatest(w_output, w_reasoning)
+                                  ELSE w_output END
+                       + reasoning * w_reasoning
+                       + divisor - 1,
+                   divisor) END),
+               sum(CASE WHEN is_credit AND state = 'expired' THEN late_picos ELSE 0 END)
         FROM (
-            SELECT q.id AS quota_id, d.measure, h.state, e.*,
+            SELECT q.id AS quota_id, d.measure, h.state, c.is_credit, l.keeps_lease, e.late_picos,
+                   CASE WHEN l.keeps_lease THEN h.input_token_count ELSE e.input END AS input,
+                   CASE WHEN l.keeps_lease THEN h.leased_token_count ELSE e.output END AS output,
+                   CASE WHEN l.keeps_lease THEN h.reasoning_token_count
+                        ELSE e.reasoning END AS reasoning,
                    h.cached_input_token_count AS cached,
                    CASE WHEN d.measure = 'picos' THEN 1 ELSE 1000 END::numeric AS divisor,
                    CASE WHEN d.measure = 'output_tokens' THEN 0
@@ -331,25 +335,31 @@ BEGIN
                 WHERE hold_id = h.id AND settled_at >= h.ended_at
             ) AS e
             CROSS JOIN LATERAL (
-                SELECT unnest(ARRAY[h.organization_id, h.project_id, h.api_key_id, h.end_user_id])
+                SELECT unnest(h.quota_ids)
                 UNION
-                SELECT subject_id FROM quotas WHERE id = ANY(h.quota_ids)
-                UNION
-                SELECT u.id
-                FROM jsonb_each_text(h.labels) AS l
-                JOIN usage_subjects u
-                    ON u.organization_id = h.organization_id
-                   AND u.kind = 'label'
-                   AND (u.label_key, u.name) = (l.key, l.value)
-            ) AS s (subject_id)
+                SELECT o.id
+                FROM (
+                    SELECT unnest(
+                        ARRAY[h.organization_id, h.project_id, h.api_key_id, h.end_user_id])
+                    UNION ALL
+                    SELECT u.id
+                    FROM jsonb_each_text(h.labels) AS l
+                    JOIN usage_subjects u
+                        ON u.organization_id = h.organization_id
+                       AND u.kind = 'label'
+                       AND (u.label_key, u.name) = (l.key, l.value)
+                ) AS s (subject_id)
+                JOIN quotas o
+                    ON o.subject_id = s.subject_id
+                   AND o.deleted_at IS NULL
+                   AND (o.within_id IS NULL OR o.within_id IN (h.organization_id, h.project_id))
+                   AND o.model IN ('', h.model)
+                   AND NOT o.for_new_keys
+                   AND o.for_each = ''
+            ) AS s (quota_id)
             JOIN quota_terms q
-                ON q.subject_id = s.subject_id
-               AND (q.within_id IS NULL OR q.within_id IN (h.organization_id, h.project_id))
-               AND q.model IN ('', h.model)
-               AND (q.deleted_at IS NULL OR q.id = ANY(h.quota_ids))
-               AND NOT q.for_new_keys
-               AND q.for_each = ''
-            JOIN quota_counters c ON c.quota_id = q.id AND c.window_start = 'epoch'
+                ON q.id = s.quota_id AND (q.deleted_at IS NULL OR q.id = ANY(h.quota_ids))
+            JOIN quota_counters k ON k.quota_id = q.id AND k.window_start = 'epoch'
             CROSS JOIN LATERAL (
                 SELECT CASE WHEN q.dimension LIKE 'requests%' THEN 'requests'
                             WHEN q.dimension LIKE '%picos%' THEN 'picos'
@@ -357,6 +367,14 @@ BEGIN
                             WHEN q.dimension LIKE 'output%' THEN 'output_tokens'
                             ELSE 'tokens' END
             ) AS d (measure)
+            CROSS JOIN LATERAL (SELECT q.dimension = 'prepaid_credit_picos') AS c (is_credit)
+            -- The lease of an expired hold stays used until its owner reports it, by an event after
+            -- that of the expiry. Prepaid credit was paid for, and is charged the events only.
+            CROSS JOIN LATERAL (
+                SELECT h.state = 'expired'
+                    AND e.parts <= (h.delivered_token_count > 0)::int
+                    AND NOT c.is_credit
+            ) AS l (keeps_lease)
             WHERE h.id = ANY(ids)
               AND h.state <> 'voided'
               AND q.dimension <> 'concurrent_requests'

@@ -103,6 +103,7 @@ DELETE FROM alerts WHERE quota_id IN (SELECT id FROM forgotten);
 ALTER TABLE alerts ENABLE TRIGGER alerts_append_only;
 DELETE FROM alert_scans WHERE quota_id IN (SELECT id FROM forgotten);
 DELETE FROM quota_counters WHERE quota_id IN (SELECT id FROM forgotten);
+DELETE FROM quota_checkpoints WHERE quota_id IN (SELECT id FROM forgotten);
 DELETE FROM quotas WHERE id IN (SELECT id FROM forgotten);
 """
 DOWNGRADE = """
