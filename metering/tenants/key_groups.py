@@ -2,8 +2,8 @@
 
 A selector `key:GROUP` of an organization or project gives each key of the group a limit: a row with
 the selector's terms and its id as `selector_id`. A key's own limit on the same dimension, window
-and model wins, and takes its place. The rows are written when a selector, a key's own limit or the group of a
-key changes, so that admissions read them like any other limit of a key.
+and model wins, and takes its place. The rows are written when a selector, a key's own limit or the
+group of a key changes, so that admissions read them like any other limit of a key.
 
 Functions take a session and never commit.
 """

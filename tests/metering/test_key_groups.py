@@ -183,9 +183,7 @@ async def test_a_keys_own_limit_wins_and_gives_back_with_the_use(
     check_invariants(world.url, over=[given[0]])
 
 
-async def test_a_group_can_limit_whatever_a_key_can(
-    world: HoldWorld, sessions: Sessions
-) -> None:
+async def test_a_group_can_limit_whatever_a_key_can(world: HoldWorld, sessions: Sessions) -> None:
     payer = world.tenant()
     await join(sessions, payer, "free")
     selectors = [await of_group(sessions, payer, each, 10_000) for each in SETTABLE]
