@@ -93,6 +93,13 @@ def test_a_wrong_selector_is_not_sent(weir: Run, server: ScriptedWeir, selector:
     assert "label:team" in result.stderr
 
 
+def test_a_refused_field_is_named_by_the_option_of_the_command(weir: Run) -> None:
+    result = weir(f"key create k --org acme --project web --max-input-tokens {2**63}")
+
+    assert result.exit_code == 1
+    assert "--max-input-tokens: must be between -9,223" in result.stderr
+
+
 @pytest.mark.parametrize("flag", ["--each", "--end-user", "--label"])
 def test_an_empty_variable_does_not_limit_all(weir: Run, server: ScriptedWeir, flag: str) -> None:
     result = weir("quota", "set", "tokens-per-day", "0", "--org", "acme", flag, "")

@@ -90,6 +90,10 @@ def test_money_and_prices_are_read_exactly() -> None:
     assert texts.parse_limit(QuotaDimension.TOKENS_PER_DAY, "1_000_000") == 1_000_000
     assert texts.parse_price("0.15") == 150_000
     assert texts.parse_price("0.000001") == 1
+    for parse, largest in ((texts.parse_price, 10**12 * 9), (texts.parse_picos, 10**6 * 9)):
+        assert parse(str(largest)) == 9 * 10**18
+        with pytest.raises(ValueError, match="the largest"):
+            parse(str(largest * 2))
     for text in ("0.0000001", "-1", "NaN", "Infinity", "free", ""):
         with pytest.raises(ValueError, match=r".+"):
             texts.parse_price(text)

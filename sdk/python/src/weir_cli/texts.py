@@ -223,8 +223,11 @@ def parse_amount(text: str) -> Decimal:
 
 
 def parse_picos(text: str) -> int:
-    """Parse an amount into whole picos. Raises: ValueError if invalid or finer than a pico."""
-    return Money.of(parse_amount(text), "").picos
+    """Parse an amount into whole picos. Raises: ValueError if it is too large or too fine."""
+    picos = Money.of(parse_amount(text), "").picos
+    if abs(picos) > INT64_MAX:
+        raise ValueError(f"the largest amount is {decimal_text(Money('', INT64_MAX).amount, 0)}")
+    return picos
 
 
 def parse_limit(dimension: QuotaDimension, text: str) -> int:
@@ -255,6 +258,8 @@ def parse_price(text: str) -> int:
     picos, rest = divmod(Money.of(amount, "").picos, TOKENS_PER_PRICE)
     if rest:
         raise ValueError(f"{text} per million tokens is finer than a pico per token (six decimals)")
+    if picos > INT64_MAX:
+        raise ValueError(f"the largest price is {decimal_text(per_million(INT64_MAX), 0)}")
     return picos
 
 
