@@ -10,6 +10,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from api.core.errors import FieldViolation, InvalidRequest
+from metering.tenants.key_terms import GROUP_MAX_CHARS
 
 VIOLATION_COUNT_MAX = 100  # violations recorded at once
 TEXT_CHARS_MAX = 256  # of names, ids, labels and filters; the longest database column has 200
@@ -23,7 +24,8 @@ CHARS_MAX: Mapping[str, int] = {
     "prefix": 512,
     "labels": 512,
     "label": 600,  # KEY=VALUE
-    "for_each": 100,
+    "group": GROUP_MAX_CHARS,
+    "for_each": len("key:") + GROUP_MAX_CHARS,
 }
 # Text for a model, with any content. The message and its parser limit its size.
 FREE_TEXT = frozenset(

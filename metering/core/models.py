@@ -388,6 +388,10 @@ class Quota(Base):
     deleted_at: Mapped[datetime | None]
 
 
+# Columns that say what a limit counts. Limits of a subject that agree in them replace each other.
+QUOTA_TARGET = ("model", "dimension", "window_minutes")
+
+
 @dataclass(frozen=True, slots=True)
 class QuotaKey:
     """Columns that identify a limit among those of its subject. `model` is empty for all models.

@@ -129,7 +129,7 @@ async def end_rental(
     *,
     actor: str,
 ) -> ReplicaRental:
-    """Set the end of a rental; None means now. The start itself cancels it.
+    """Set the end of a rental; None means now, unless it has ended. The start itself cancels it.
 
     Raises: NotFound; InvalidValue for a bad time, or an end in a closed month; AlreadyExists if it
     would overlap with another one.
@@ -143,6 +143,9 @@ async def end_rental(
             f"{rental.id} ended at {time_text(rental.ends_at)}, in a month that is closed and never"
             " changes: record another rental instead",
         )
+    now = await database_now(session)
+    if ends_at is None and rental.ends_at is not None and rental.ends_at <= now:
+        return rental
     end = await _moment(session, owner.id, "end_time", ends_at)
     if end < rental.starts_at:
         raise InvalidValue(

@@ -205,7 +205,8 @@ HOLD_CHECKS = (
                       WHERE o.subject_id = k.id
                         AND o.selector_id IS NULL
                         AND o.deleted_at IS NULL
-                        AND (o.model, o.dimension) = (s.model, s.dimension)
+                        AND (o.model, o.dimension, o.window_minutes)
+                            = (s.model, s.dimension, s.window_minutes)
                   )
             ) AS due
             FULL JOIN (

@@ -21,6 +21,7 @@ from sqlalchemy.orm import aliased
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import (
+    QUOTA_TARGET,
     ApiKey,
     Organization,
     Project,
@@ -332,9 +333,7 @@ async def _selector_for(
         select(Quota).where(
             Quota.subject_id == quota.within_id,
             Quota.for_each == for_each,
-            Quota.model == quota.model,
-            Quota.dimension == quota.dimension,
-            Quota.window_minutes == quota.window_minutes,
+            *(getattr(Quota, name) == getattr(quota, name) for name in QUOTA_TARGET),
             Quota.deleted_at.is_(None),
         )
     )

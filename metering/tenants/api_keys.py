@@ -24,6 +24,7 @@ from metering.control.live import cancel_requests_of_key, recheck_key
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import InvalidValue, KeyRevoked, NotFound
 from metering.core.models import (
+    QUOTA_TARGET,
     ApiKey,
     ApiKeyUse,
     Organization,
@@ -157,12 +158,9 @@ async def limit_new_key(
     )
     nearest_last = case((Quota.subject == QuotaSubject.PROJECT, 1), else_=0)
     rows = await session.scalars(kept.order_by(nearest_last, Quota.created_at, Quota.id))
-    identity = "model", "dimension", "window_minutes"
-    for template in {tuple(getattr(row, each) for each in identity): row for row in rows}.values():
-        copied = {
-            **{each: getattr(template, each) for each in identity},
-            **values_of(QuotaTerms, template),
-        }
+    nearest = {tuple(getattr(row, name) for name in QUOTA_TARGET): row for row in rows}
+    for target, template in nearest.items():
+        copied = dict(zip(QUOTA_TARGET, target, strict=True)) | values_of(QuotaTerms, template)
         copy = (
             insert(Quota)
             .values(subject=QuotaSubject.API_KEY, subject_id=api_key_id, **copied)

@@ -1,9 +1,9 @@
 """Limits that keys have as members of a group.
 
 A selector `key:GROUP` of an organization or project gives each key of the group a limit: a row with
-the selector's terms and its id as `selector_id`. A key's own limit on the same dimension and model
-wins, and takes its place. The rows are written when a selector, a key's own limit or the group of a
-key changes, so that admissions read them like any other limit of a key.
+the selector's terms and its id as `selector_id`. A key's own limit on the same dimension, window
+and model wins, and takes its place. The rows are written when a selector, a key's own limit or the
+group of a key changes, so that admissions read them like any other limit of a key.
 
 Functions take a session and never commit.
 """
@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.audit import record_change, snapshot
 from metering.core.models import (
+    QUOTA_TARGET,
     ApiKey,
     Organization,
     Project,
@@ -80,10 +81,9 @@ async def align_group_limits(
             "subject": QuotaSubject.API_KEY,
             "subject_id": key_id,
             "selector_id": selector_id,
-            "model": selector.model,
-            "dimension": selector.dimension,
         }
-        statement = insert(Quota).values(identity | _terms(selector)).returning(Quota)
+        target = dict(zip(QUOTA_TARGET, _target(selector), strict=True))
+        statement = insert(Quota).values(identity | target | _terms(selector)).returning(Quota)
         quota = (await session.scalars(statement)).one()
         await record_change(session, actor, "quota.set", str(quota.id), after=snapshot(quota))
         uncounted.append(quota)
@@ -102,7 +102,8 @@ async def _wanted(session: AsyncSession, organization_id: uuid.UUID) -> dict[Pai
     selectors = (await session.scalars(of_groups.execution_options(populate_existing=True))).all()
     if not selectors:
         return {}
-    of_keys = select(Quota.subject_id, Quota.model, Quota.dimension).where(
+    target = (getattr(Quota, name) for name in QUOTA_TARGET)
+    of_keys = select(Quota.subject_id, *target).where(
         Quota.subject_id.in_(_keys_of(organization_id)),
         Quota.selector_id.is_(None),
         Quota.deleted_at.is_(None),
@@ -118,13 +119,17 @@ async def _wanted(session: AsyncSession, organization_id: uuid.UUID) -> dict[Pai
         for each in selectors
         if each.for_each == FOR_KEYS + group
         and each.subject_id in (organization_id, project_id)
-        and (key_id, each.model, each.dimension) not in own
+        and (key_id, *_target(each)) not in own
     }
 
 
 def _keys_of(organization_id: uuid.UUID) -> Select[uuid.UUID]:
     owned = select(ApiKey.id).join(Project, Project.id == ApiKey.project_id)
     return owned.where(Project.organization_id == organization_id)
+
+
+def _target(quota: Quota) -> tuple[object, ...]:
+    return tuple(getattr(quota, name) for name in QUOTA_TARGET)
 
 
 def _terms(quota: Quota) -> dict[str, object]:

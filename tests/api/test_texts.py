@@ -25,6 +25,7 @@ from api.core.texts import (
     TEXT_CHARS_MAX,
     check_texts,
 )
+from metering.tenants.key_terms import GROUP_MAX_CHARS
 
 # Text for a model, as a path from the request; every other string is a short text.
 FREE_PATHS = {
@@ -141,6 +142,10 @@ def test_no_short_text_of_any_call_is_longer_than_its_bound() -> None:
             check_texts(message_with(kind, path, "é" * (most + 1)))
         description = refusal.value.violations[0].description
         assert f"at most {most} characters, got {most + 1}" in description, name
+
+
+def test_every_group_of_keys_can_have_a_limit() -> None:
+    check_texts(admin_pb.SetQuotaRequest(for_each="key:" + "g" * GROUP_MAX_CHARS))
 
 
 def test_a_field_is_named_with_its_location() -> None:

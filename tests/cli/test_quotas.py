@@ -74,7 +74,8 @@ def test_end_users_labels_and_selectors_are_sent(weir: Run, server: ScriptedWeir
 def test_the_length_of_a_rolling_window_is_sent(weir: Run, server: ScriptedWeir) -> None:
     command = "quota set tokens-per-window 100000 --org acme"
     assert weir(f"{command} --minutes 300").exit_code == 0
-    assert weir(f"{command} --minutes 0").exit_code == 2
+    for minutes in (0, 44_641, 2**31, 2**63):
+        assert weir(f"{command} --minutes {minutes}").exit_code == 2
     assert weir("quota set cost-per-lifetime 20 --org acme").exit_code == 0
 
     sent = [(each.dimension, each.window_minutes) for each in server.accounts.requests]
@@ -84,15 +85,27 @@ def test_the_length_of_a_rolling_window_is_sent(weir: Run, server: ScriptedWeir)
     ]
 
 
-@pytest.mark.parametrize("selector", ["", "end_user", "label:", "label", "key", "label=team"])
+@pytest.mark.parametrize("selector", ["end_user", "label:", "label", "key", "label=team"])
 def test_a_wrong_selector_is_not_sent(weir: Run, server: ScriptedWeir, selector: str) -> None:
     result = weir("quota", "set", "tokens-per-day", "1", "--org", "acme", "--each", selector)
 
-    if selector:
-        assert (result.exit_code, server.accounts.requests) == (2, [])
-        assert "label:team" in result.stderr
-    else:
-        assert server.accounts.requests[-1].for_each == ""
+    assert (result.exit_code, server.accounts.requests) == (2, [])
+    assert "label:team" in result.stderr
+
+
+def test_a_refused_field_is_named_by_the_option_of_the_command(weir: Run) -> None:
+    result = weir(f"key create k --org acme --project web --max-input-tokens {2**63}")
+
+    assert result.exit_code == 1
+    assert "--max-input-tokens: must be between -9,223" in result.stderr
+
+
+@pytest.mark.parametrize("flag", ["--each", "--end-user", "--label"])
+def test_an_empty_variable_does_not_limit_all(weir: Run, server: ScriptedWeir, flag: str) -> None:
+    result = weir("quota", "set", "tokens-per-day", "0", "--org", "acme", flag, "")
+
+    assert (result.exit_code, server.accounts.requests) == (2, [])
+    assert f"{flag}: is empty" in result.stderr
 
 
 def test_the_limits_of_one_end_user_or_label_are_requested(weir: Run, server: ScriptedWeir) -> None:
@@ -229,7 +242,8 @@ def test_the_limits_of_a_key_are_requested_by_its_name(weir: Run, server: Script
 
 
 def test_a_quote_reports_tokens_money_and_limits(weir: Run, server: ScriptedWeir) -> None:
-    reported = weir("quote 'How far is the sea?' --max-output-tokens 1000")
+    request = "--max-output-tokens 1000 --end-user alice --label team=search"
+    reported = weir(f"quote 'How far is the sea?' {request}")
     document = json.loads(weir("quote 'How far is the sea?' --json").stdout)
 
     assert reported.exit_code == 0
@@ -244,6 +258,7 @@ def test_a_quote_reports_tokens_money_and_limits(weir: Run, server: ScriptedWeir
         each for each in server.inference.requests if isinstance(each, pb.QuoteRequest)
     )
     assert (requested.start.model, requested.start.max_output_tokens) == ("demo", 1000)
+    assert (requested.start.end_user, dict(requested.start.labels)) == ("alice", {"team": "search"})
 
 
 @pytest.mark.parametrize(

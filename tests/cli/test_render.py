@@ -21,6 +21,7 @@ from weir_cli.months import Group, usage_csv, usage_table
 from weir_cli.render import Table, show, table, to_text
 from weir_cli.requests import traced
 from weir_cli.tables import RECORDS_BELOW, waterfall
+from weir_cli.tenants import QUOTAS
 from weir_cli.texts import (
     key_state,
 )
@@ -31,6 +32,8 @@ from weir_client import (
     GenerationState,
     Money,
     QuotaDimension,
+    QuotaStatus,
+    QuotaSubject,
     Timings,
     Usage,
     UsageGrouping,
@@ -87,6 +90,10 @@ def test_money_and_prices_are_read_exactly() -> None:
     assert texts.parse_limit(QuotaDimension.TOKENS_PER_DAY, "1_000_000") == 1_000_000
     assert texts.parse_price("0.15") == 150_000
     assert texts.parse_price("0.000001") == 1
+    for parse, largest in ((texts.parse_price, 10**12 * 9), (texts.parse_picos, 10**6 * 9)):
+        assert parse(str(largest)) == 9 * 10**18
+        with pytest.raises(ValueError, match="the largest"):
+            parse(str(largest * 2))
     for text in ("0.0000001", "-1", "NaN", "Infinity", "free", ""):
         with pytest.raises(ValueError, match=r".+"):
             texts.parse_price(text)
@@ -243,6 +250,20 @@ def declared_tables() -> Iterator[tuple[str, Table[Any]]]:
         for name, value in vars(import_module(module)).items():
             if isinstance(value, Table):
                 yield f"{module}.{name}", value
+
+
+def test_a_long_name_does_not_hide_what_a_table_is_about() -> None:
+    per_minute = QuotaDimension.REQUESTS_PER_MINUTE
+    row = QuotaStatus(
+        subject=QuotaSubject.END_USER, subject_name="w" * 512, dimension=per_minute, limit_value=7
+    )
+
+    text = to_text(QUOTAS.of([row]), width=80)
+
+    assert "requests-per-minute" in text
+    assert " 7 " in text
+    assert text.count("w" * 36) >= 10
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_every_table_says_which_columns_a_narrow_terminal_drops() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit, Admitted
 from metering.ledger.rating import rate_all_pending
 from metering.proof.check import Moment
-from metering.quotas.quota_admin import delete_quota, override_quota, set_quota
+from metering.quotas.quota_admin import SETTABLE, delete_quota, override_quota, set_quota
 from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import Payer, QuotaState
 from metering.quotas.quota_states import list_quotas, quotas_for
@@ -24,7 +25,7 @@ from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import Sessions
 from metering.tenants.api_keys import create_api_key, update_api_key
 from metering.tenants.key_terms import KeyTerms
-from tests.metering.hold_world import HoldWorld, admit, of_type, settle
+from tests.metering.hold_world import HoldWorld, admit, minutes_of, of_type, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.planted_faults import faults, unseen
 
@@ -40,6 +41,7 @@ async def limit(
     dimension: QuotaDimension,
     value: int,
     for_each: str = "",
+    minutes: int | None = None,
     **terms: Any,
 ) -> QuotaState:
     """Set a limit, or a selector."""
@@ -48,7 +50,11 @@ async def limit(
             session,
             subject=subject,
             subject_ref=str(subject_id),
-            key=QuotaKey(dimension, for_each=for_each),
+            key=QuotaKey(
+                dimension,
+                for_each=for_each,
+                window_minutes=minutes_of(dimension) if minutes is None else minutes,
+            ),
             terms=QuotaTerms(value, **terms),
             actor="test",
         )
@@ -175,6 +181,36 @@ async def test_a_keys_own_limit_wins_and_gives_back_with_the_use(
             async with sessions.begin() as session:
                 await delete_quota(session, quota_id=str(given[0]), actor="test")
     check_invariants(world.url, over=[given[0]])
+
+
+async def test_a_group_can_limit_whatever_a_key_can(world: HoldWorld, sessions: Sessions) -> None:
+    payer = world.tenant()
+    await join(sessions, payer, "free")
+    selectors = [await of_group(sessions, payer, each, 10_000) for each in SETTABLE]
+
+    async with sessions() as session:
+        given = await quotas_for(session, subject_ids=[payer.api_key_id])
+    identity = attrgetter("dimension", "window_minutes", "model", "weights")
+    assert {identity(each.rule) for each in given} == {identity(each.rule) for each in selectors}
+    assert len(given) == len(SETTABLE)
+
+
+async def test_limits_of_a_group_on_windows_of_two_lengths_stand_beside_each_other(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    payer, dimension = world.tenant(), QuotaDimension.REQUESTS_PER_WINDOW
+    await join(sessions, payer, "free")
+    group = QuotaSubject.ORGANIZATION, payer.organization_id, dimension
+    await limit(sessions, *group, 2, "key:free", minutes=5)
+    await limit(sessions, *group, 8, "key:free", minutes=300)
+
+    async with HoldConnection(world.url, uuid.uuid4()) as holds:
+        assert await admitted_count(holds, *(admit(payer) for _ in range(4))) == 2
+        own = QuotaSubject.API_KEY, payer.api_key_id, dimension
+        await limit(sessions, *own, 6, minutes=5)
+        assert await limits(sessions, payer) == [("", 6, 2, 0), ("free", 8, 2, 0)]
+        assert await admitted_count(holds, *(admit(payer) for _ in range(5))) == 4
+    check_invariants(world.url)
 
 
 async def test_a_key_that_changes_its_group_keeps_what_it_used(

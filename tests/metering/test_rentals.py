@@ -125,6 +125,18 @@ async def test_a_rental_is_charged_by_the_second_and_cut_at_the_borders_of_month
         await statement(world, "2024-04")
 
 
+async def test_ending_a_rental_again_does_not_charge_more(world: ClosingWorld) -> None:
+    starts_at = datetime.now(UTC).replace(microsecond=0) - 3 * HOUR
+    rental = await rent(world, starts_at, starts_at + HOUR)
+    running = await rent(world, starts_at, starts_at + 30 * HOUR, end_user="bob")
+
+    assert (await end(world, rental.id, None)).ends_at == starts_at + HOUR
+    assert (await end(world, rental.id, starts_at + 2 * HOUR)).ends_at == starts_at + 2 * HOUR
+    ended = (await end(world, running.id, None)).ends_at
+    assert ended is not None
+    assert ended < starts_at + 30 * HOUR
+
+
 async def test_each_second_pays_the_price_in_force_when_it_starts(world: ClosingWorld) -> None:
     day = datetime(2025, 10, 10, tzinfo=UTC)
     half = timedelta(microseconds=500_000)

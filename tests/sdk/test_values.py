@@ -152,4 +152,15 @@ def test_a_limit_has_one_spelling_and_names_itself() -> None:
         subject=QuotaSubject.PROJECT, dimension=QuotaDimension.COST_PER_DAY, model="large"
     )
     assert f"{status}" == "cost per day of the project for large"
+    rolling = metadata | {
+        "dimension": "tokens-per-window",
+        "window_minutes": "300",
+        "group": "free",
+    }
+    quota = error_from_status(
+        scripted.status("RESOURCE_EXHAUSTED", "no", "QUOTA_EXCEEDED", metadata=rolling)
+    ).details.quota
+    assert quota is not None
+    assert str(quota) == "tokens per window of 300 minutes of the API key"
+    assert (quota.window_minutes, quota.group) == (300, "free")
     assert json.loads(json.dumps(error.to_dict()))["details"]["quota"]["limit"] == 3

@@ -28,6 +28,7 @@ from weir.v1 import (
     usage_reports_pb2,
 )
 from weir_client import (
+    InvalidRequest,
     Money,
     receipts,
     wire,
@@ -213,6 +214,15 @@ def test_a_request_holds_what_python_has_for_each_field_and_none_leaves_it_unset
     assert (drain.move_after.seconds, drain.move_after.nanos) == (1, 500_000_000)
     assert list(quota.alert_at.values) == [50, 80]
     assert wire.money(amount.amount) == Money("USD", -1)
+    for minutes, why in (
+        (2**31, "between"),
+        (-(2**31) - 1, "between"),
+        (True, "a whole number"),
+        ("5", "a whole number"),
+        (5.5, "a whole number"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"^window_minutes: must be {why}"):
+            wire.request(admin_service_pb2.SetQuotaRequest, window_minutes=minutes)
     with pytest.raises(ParseError, match="no field named"):
         wire.request(
             configuration_pb2.ApplyConfigurationRequest, configuration={"organisations": []}

@@ -730,8 +730,9 @@ class EndReplicaRentalRequest(_message.Message):
     """Number of the rental. Unknown: NOT_FOUND."""
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp:
-        """End, a whole second. Unset: now. The start itself cancels the rental. INVALID_ARGUMENT before
-        the start and in a closed month; ALREADY_EXISTS if it then overlaps with another rental.
+        """End, a whole second. Unset: now, and no change if it has ended. The start itself cancels the
+        rental. INVALID_ARGUMENT before the start and in a closed month; ALREADY_EXISTS if it then
+        overlaps with another rental.
         """
 
     def __init__(

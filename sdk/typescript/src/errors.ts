@@ -47,6 +47,10 @@ export interface ExceededQuota {
   readonly retryHelps: boolean;
   /** Name of the end user, or `KEY=VALUE` of the label. Empty for other subjects. */
   readonly subjectName: string;
+  /** Length of a rolling window. 0 for every other dimension. */
+  readonly windowMinutes: number;
+  /** Group by which the key has the limit. Otherwise empty. */
+  readonly group: string;
 }
 
 /** Decoded details of a `google.rpc.Status`. */

@@ -548,8 +548,9 @@ export interface RentReplicasOptions extends CallOptionsOf {
 /** Options of `endReplicaRental`. */
 export interface EndReplicaRentalOptions extends CallOptionsOf {
   /**
-   * End, a whole second. Unset: now. The start itself cancels the rental. InvalidRequest before the
-   * start and in a closed month; AlreadyExists if it then overlaps with another rental.
+   * End, a whole second. Unset: now, and no change if it has ended. The start itself cancels the
+   * rental. InvalidRequest before the start and in a closed month; AlreadyExists if it then
+   * overlaps with another rental.
    */
   readonly endTime?: Date | undefined;
   /** Name or id of the organization; empty: the key's own. Unknown: NotFound. */

@@ -228,5 +228,7 @@ function exceededQuota(
     retryHelps:
       (metadata["retry_helps"] ?? String(retryAfterMs !== undefined)).toLowerCase() === "true",
     subjectName: metadata["subject_name"] ?? "",
+    windowMinutes: Number(whole("window_minutes") ?? 0),
+    group: metadata["group"] ?? "",
   });
 }

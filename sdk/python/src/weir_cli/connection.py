@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 import weir_client
+from typer._click.globals import get_current_context
 from weir_client import (
     AlreadyExists,
     DeadlineExceeded,
@@ -54,6 +55,7 @@ _FLAGS = {
     "window_minutes": "--minutes",
     "end_user": "--end-user",
     "label": "--label",
+    "replica_count": "--replicas",
     "first_day": "--from",
     "last_day": "--to",
     "prompt": "PROMPT",
@@ -220,6 +222,10 @@ def flag_of(field: str) -> str:
     name = field.partition("[")[0].rpartition(".")[2]
     if name in _FLAGS:
         return _FLAGS[name]
+    running = get_current_context(silent=True)
+    for parameter in running.command.params if running is not None else ():
+        if parameter.name == name and parameter.param_type_name == "option":
+            return parameter.opts[0]
     return "--" + name.replace("_", "-") if name in _FIELDS_WITH_FLAGS else field
 
 

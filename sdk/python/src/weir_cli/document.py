@@ -37,7 +37,7 @@ from weir_cli.document_fields import (
     truth,
 )
 from weir_cli.terms import TERMS
-from weir_cli.texts import percents_text
+from weir_cli.texts import WINDOW_MINUTES_MAX, percents_text
 from weir_cli.yaml_files import FileError, NotYaml, StrictReader, compose, joined
 
 VERSION = "1"
@@ -49,7 +49,7 @@ QUOTA = Section(
         "for_each": selector("for_each"),
         "end_user": text("end_user"),
         "label": text("label"),
-        "window_minutes": count("window_minutes"),
+        "window_minutes": count("window_minutes", WINDOW_MINUTES_MAX),
         "limit": limit("limit_value"),
         **entries(TERMS["quota"]),
         "override_limit": limit("override_limit_value"),

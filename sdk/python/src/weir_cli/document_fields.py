@@ -15,6 +15,7 @@ from weir_client.wire import DIMENSION_NUMBERS
 
 from weir_cli.terms import Term
 from weir_cli.texts import (
+    INT64_MAX,
     decimal_text,
     dimension_amount,
     parse_amount,
@@ -175,11 +176,11 @@ def amount(name: str) -> Scalar:
     )
 
 
-def count(name: str) -> Scalar:
+def count(name: str, maximum: int = INT64_MAX) -> Scalar:
     def read(given: str, _: Texts) -> int:
         number = parse_amount(given)
-        if number < 1 or number != number.to_integral_value():
-            raise ValueError("write a whole number of 1 or more")
+        if not 1 <= number <= maximum or number != number.to_integral_value():
+            raise ValueError(f"write a whole number from 1 to {maximum:,}")
         return int(number)
 
     return Scalar(name, read, lambda value, _: f"{int(value):_}", "int")

@@ -289,7 +289,7 @@ def count(
     )
 
 
-@calls(inference_client)
+@calls(inference_client, options={each: GENERATION[each] for each in ("end_user", "labels")})
 def quote(
     client: Client,
     prompt: PromptArgument = None,
@@ -302,7 +302,9 @@ def quote(
         typer.Option(help="Most tokens of the answer. Default: the rest of the context window."),
     ] = None,
     choices: Annotated[int | None, typer.Option(help="How many answers, up to 16.")] = None,
-    as_json: JsonOption = False,
+    *,
+    as_json: bool,
+    **ones: Any,
 ) -> None:
     """Show what a request would cost at most, and whether your limits allow it now.
 
@@ -317,6 +319,8 @@ def quote(
         max_output_tokens=max_output_tokens,
         choice_count=choices,
         temperature=temperature,
+        end_user=ones["end_user"],
+        labels=labelled(ones["labels"] or []),
     )
     print_quote(found, as_json=as_json)
 

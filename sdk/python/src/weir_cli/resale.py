@@ -199,7 +199,8 @@ def end_rental(
         datetime | None,
         typer.Option(
             "--at",
-            help="End, in UTC. Default: now. The start cancels the rental.",
+            help="End, in UTC. Default: now, or unchanged if it has ended. The start cancels the"
+            " rental.",
             formats=TIME_FORMATS,
         ),
     ] = None,

@@ -33,6 +33,7 @@ TABLE_WIDTH_MAX = 100_000  # columns of a table in a pipe: no row is longer
 COLUMN_GAP = 2  # between columns; 1 on a narrow terminal
 RECORDS_BELOW = 60  # columns; on a narrower terminal, a table that does not fit becomes records
 TEXT_CELLS = 20  # a time; longer text wraps before a column is left out, shorter text does not
+WORD_CELLS = 36  # a UUID; a longer word is broken before a column is left out that is not in `drop`
 NAME_CELLS = 12  # of a stage
 BAR_CELLS = 34  # width of the waterfall's time axis: the whole fits 80 columns
 STAGES = (
@@ -54,10 +55,11 @@ AXIS_CELLS = 7  # `999.9M ` before the columns
 
 
 class Sheet:
-    """Table of literal text that cuts nothing and breaks no word, so that ids can be copied.
+    """Table of literal text that cuts nothing and breaks no id, so that it can be copied.
 
-    Where it does not fit, long text wraps, then columns are left out: those without content, those
-    of `drop` in its order, of which columns of zeros go first, then from the right. The last line
+    Where it does not fit, long text wraps, then columns are left out: those without content, and
+    those of `drop` in its order, of which columns of zeros go first. Then words that are longer
+    than an id are broken, and columns are left out from the right. The last line
     names them. Below 60 columns, each row is a record instead, one line for each column. `right`
     names the columns of numbers.
     """
@@ -121,6 +123,11 @@ class Sheet:
                     break
                 if dropped is not None:
                     kept.remove(dropped)
+            if not gap and not gap_of([words[index] for index in kept], width):
+                words = [
+                    word if name in self._right else min(word, WORD_CELLS)
+                    for name, word in zip(self._columns, words, strict=True)
+                ]
             if not gap:
                 least = words
             while not (gap := gap or gap_of([least[index] for index in kept], width)):

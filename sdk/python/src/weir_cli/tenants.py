@@ -32,6 +32,7 @@ from weir_cli.render import JsonOption, Table, cell_of, fail, note, print_json, 
 from weir_cli.terms import TERMS, option, options_of, restrictions, values_of
 from weir_cli.texts import (
     ERASED,
+    WINDOW_MINUTES_MAX,
     dimension_amount,
     duration_text,
     grouped_dimensions,
@@ -172,7 +173,11 @@ ONES = {
 }
 WINDOW = {
     "minutes": option(
-        int, "Length of a rolling window, such as 300 for tokens-per-window.", "--minutes", min=1
+        int,
+        "Length of a rolling window, such as 300 for tokens-per-window.",
+        "--minutes",
+        min=1,
+        max=WINDOW_MINUTES_MAX,
     )
 }
 REQUEST = {
@@ -534,6 +539,9 @@ def set_quota(
     kind = parse_dimension(dimension)
     limit = parsed("VALUE", parse_limit, kind, value)
     each, end_user, label = (terms[name] for name in ONES)
+    for flag, text in (("--each", each), ("--end-user", end_user), ("--label", label)):
+        if text == "":  # of an unset variable: it must not limit all of them together
+            raise typer.BadParameter("is empty: name one, or leave it out", param_hint=flag)
     if any((each, end_user, label)) and not any((organization, project, key)):
         organization = organization_or_default(None, client.address)
     subject, subject_ref = parse_subject(organization, project, key)

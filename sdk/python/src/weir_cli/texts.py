@@ -37,6 +37,7 @@ Cell = str | int | Money | datetime | None
 
 TOKENS_PER_PRICE = 1_000_000  # prices are shown per million tokens
 INT64_MAX = 2**63 - 1  # the wire's limit for one value
+WINDOW_MINUTES_MAX = 44_640  # of a rolling window: 31 days
 MONEY = (
     QuotaDimension.PREPAID_CREDIT,
     *(each for each in QuotaDimension if each.startswith("cost-")),
@@ -135,6 +136,8 @@ def tightest_text(end_user: EndUser) -> str | None:
         return None
     percent = 100 * (quota.used_value + quota.held_value) // (quota.limit_value or 1)
     on = f" on {quota.model}" if quota.model else ""
+    if quota.window_minutes:
+        on = f" of {counted(quota.window_minutes, 'minute')}{on}"
     return f"{percent if quota.limit_value else 100} % of {quota.dimension.value}{on}"
 
 
@@ -220,8 +223,11 @@ def parse_amount(text: str) -> Decimal:
 
 
 def parse_picos(text: str) -> int:
-    """Parse an amount into whole picos. Raises: ValueError if invalid or finer than a pico."""
-    return Money.of(parse_amount(text), "").picos
+    """Parse an amount into whole picos. Raises: ValueError if it is too large or too fine."""
+    picos = Money.of(parse_amount(text), "").picos
+    if abs(picos) > INT64_MAX:
+        raise ValueError(f"the largest amount is {decimal_text(Money('', INT64_MAX).amount, 0)}")
+    return picos
 
 
 def parse_limit(dimension: QuotaDimension, text: str) -> int:
@@ -252,6 +258,8 @@ def parse_price(text: str) -> int:
     picos, rest = divmod(Money.of(amount, "").picos, TOKENS_PER_PRICE)
     if rest:
         raise ValueError(f"{text} per million tokens is finer than a pico per token (six decimals)")
+    if picos > INT64_MAX:
+        raise ValueError(f"the largest price is {decimal_text(per_million(INT64_MAX), 0)}")
     return picos
 
 
@@ -481,7 +489,7 @@ def subject_text(subject: QuotaSubject) -> str:
 
 def quota_remarks(quota: QuotaStatus) -> str:
     """Format the special properties of a limit in parentheses; empty if it has none."""
-    notes = [f"{quota.window_minutes:,} minutes"] if quota.window_minutes else []
+    notes = [counted(quota.window_minutes, "minute")] if quota.window_minutes else []
     if quota.selector_id:
         notes.append(f"by group {quota.group}" if quota.group else "by selector")
     weights = (quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli)

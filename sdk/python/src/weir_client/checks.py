@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from weir_client.errors import ErrorDetails, FieldViolation, InvalidRequest
@@ -17,6 +18,8 @@ _Message = TypeVar("_Message", bound=Message)
 
 SHOWN_MAX = 80  # characters of a wrong value
 LISTED_MAX = 20  # known options that an error lists
+# Of the whole numbers that a field holds.
+BITS = {FieldDescriptor.CPPTYPE_INT32: 32, FieldDescriptor.CPPTYPE_INT64: 64}
 PROMPTS = (
     "text",
     "ids",
@@ -116,12 +119,13 @@ def written(
                 kind(**{field: value})
             except (TypeError, ValueError, AttributeError) as wrong:
                 shown = type(value).__name__ if field in PROMPTS else repr(value)[:SHOWN_MAX]
-                is_type = isinstance(wrong, TypeError)
-                why = f"must be {_expected(kind, field)}, not {shown}"
-                raise invalid(
-                    (names or {}).get(field, field),
-                    why if is_type else f"{shown} does not fit: {wrong}",
-                ) from wrong
+                proto, why = kind.DESCRIPTOR.fields_by_name[field], f"does not fit: {wrong}"
+                if isinstance(wrong, TypeError):
+                    why = f"must be {_expected(kind, field)}, not {shown}"
+                elif bits := BITS.get(proto.cpp_type):
+                    most = 2 ** (bits - 1) - 1
+                    why = f"must be between {-most - 1:,} and {most:,}, got {shown}"
+                raise invalid((names or {}).get(field, field), why) from wrong
         raise invalid("request", str(error)) from error
 
 

@@ -62,6 +62,8 @@ class ExceededQuota(LimitName):
     reset_time: datetime | None
     retry_helps: bool  # False: the request is larger than the limit, so waiting does not help
     subject_name: str = ""  # of an end user, or `KEY=VALUE` of a label
+    window_minutes: int = 0  # length of a rolling window; 0 for every other dimension
+    group: str = ""  # by which the key has the limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -1176,9 +1176,9 @@ class AsyncBillingCalls(UnaryClient):
         """Sets the end of a rental, now or at another time of a month that is not closed.
 
         `rental_id`: Number of the rental. Unknown: NotFound.
-        `end_time`: End, a whole second. Unset: now. The start itself cancels the rental.
-            InvalidRequest before the start and in a closed month; AlreadyExists if it then overlaps
-            with another rental.
+        `end_time`: End, a whole second. Unset: now, and no change if it has ended. The start itself
+            cancels the rental. InvalidRequest before the start and in a closed month; AlreadyExists
+            if it then overlaps with another rental.
         `organization`: Name or id of the organization; empty: the key's own. Unknown: NotFound.
         """
         request = wire.request(

@@ -86,6 +86,8 @@ class LimitName(Value):
             str(getattr(self, name)).replace("-", " ").replace("api key", "API key")
             for name in ("dimension", "subject")
         ]
+        if minutes := getattr(self, "window_minutes", 0):
+            words[0] += f" of {minutes:,} minute{'s' if minutes > 1 else ''}"
         model = getattr(self, "model", "")
         name = getattr(self, "subject_name", "")
         if name and words[1] in ("end user", "label"):

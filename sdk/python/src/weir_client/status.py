@@ -222,6 +222,8 @@ def _exceeded_quota(
         ).lower()
         == "true",
         subject_name=metadata.get("subject_name", ""),
+        window_minutes=_whole(metadata.get("window_minutes")) or 0,
+        group=metadata.get("group", ""),
     )
 
 

@@ -14,17 +14,20 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.timestamp_pb2 import Timestamp
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import receipts_pb2, types_pb2
 
 from weir_client import generated_values as values
+from weir_client.checks import written
 from weir_client.money import PICOS_PER_UNIT, Money
 from weir_client.plain import Value
 from weir_client.receipts import VERSION_MAX, Receipt
 
 _Value = TypeVar("_Value")
+_Message = TypeVar("_Message", bound=Message)
 _Enum = TypeVar("_Enum", bound=StrEnum)
 Take = Callable[[Any], Any]
 
@@ -142,15 +145,16 @@ SUBJECT_NUMBERS = numbers(values.QuotaSubject, types_pb2.QuotaSubject.DESCRIPTOR
 DIMENSION_NUMBERS = numbers(values.QuotaDimension, types_pb2.QuotaDimension.DESCRIPTOR)
 
 
-def request(kind: Callable[..., _Value], /, **values: Any) -> _Value:
+def request(kind: type[_Message], /, **values: Any) -> _Message:
     """Build a message from values of its fields: the reverse of `read`. None leaves a field unset.
 
-    A mapping is the JSON mapping of a message. Raises: google.protobuf.json_format.ParseError for a
-    malformed one.
+    A mapping is the JSON mapping of a message. Raises: InvalidRequest for a value that does not
+    fit; google.protobuf.json_format.ParseError for a malformed mapping.
     """
-    by_name = kind.DESCRIPTOR.fields_by_name  # type: ignore[attr-defined]
-    return kind(
-        **{name: _sent(by_name[name], value) for name, value in values.items() if value is not None}
+    by_name: Mapping[str, Any] = kind.DESCRIPTOR.fields_by_name
+    return written(
+        kind,
+        {name: _sent(by_name[name], value) for name, value in values.items() if value is not None},
     )
 
 
