@@ -370,14 +370,8 @@ def reconcile(
 
 
 retention = typer.Typer(
-    help="Keep details of usage and audit entries for a limited time.", no_args_is_help=False
+    help="Keep details of usage and audit entries for a limited time.", no_args_is_help=True
 )
-
-
-@retention.callback(invoke_without_command=True)
-def retention_alone(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        show_retention()
 
 
 @retention.command("show")
