@@ -6,8 +6,8 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextvars import ContextVar
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf.descriptor import Descriptor
@@ -97,6 +97,13 @@ Failed = Callable[[str, BaseException], None]
 
 def ignore_failure(method: str, error: BaseException) -> None:
     """Do nothing: default callback for failed calls."""
+
+
+class Walked(NamedTuple):
+    """Field whose content is walked: a message of this type, or packed numbers if it is None."""
+
+    name: str
+    message_type: Descriptor | None
 
 
 Parse = Callable[[bytes], Any]
@@ -319,40 +326,58 @@ def check_fields(data: bytes, kind: Descriptor, count_max: int = FIELD_COUNT_MAX
 
     Raises InvalidRequest above the limit; IndexError or ValueError if it is not a message.
     """
-    count, packed_count, position = 0, 0, 0
-    inside = [(len(data), kind, "")]  # end, type and field of the messages around the position
+    count, packed_count, position, end, known = 0, 0, 0, len(data), walked(kind)
+    inside = [(end, known, "")]  # end, fields and name of the messages around the position
     while inside:
-        end, kind, _ = inside[-1]
         if position >= end:
             inside.pop()
+            if inside:
+                end, known, _ = inside[-1]
             continue
         if (count := count + 1) > count_max:
-            field = ".".join(name for _, _, name in inside[1:])
+            path = ".".join(name for _, _, name in inside[1:])
             excess = f"the message has more than {count_max:,} fields; send less in one"
-            raise InvalidRequest([FieldViolation(field, excess)])
-        tag, position = varint_at(data, position)
+            raise InvalidRequest([FieldViolation(path, excess)])
+        # Most tags and sizes have one byte.
+        if (tag := data[position]) < 0x80:
+            position += 1
+        else:
+            tag, position = varint_at(data, position)
         match tag & 7:
+            case 2:
+                if (size := data[position]) < 0x80:
+                    position += 1
+                else:
+                    size, position = varint_at(data, position)
+                if (field := known.get(tag >> 3)) is not None and field.message_type is not None:
+                    end, known = position + size, walked(field.message_type)
+                    inside.append((end, known, field.name))
+                    continue
+                if field is not None:
+                    numbers = data[position : position + size].translate(None, CONTINUED)
+                    if (packed_count := packed_count + len(numbers)) > PACKED_COUNT_MAX:
+                        path = ".".join([*(name for _, _, name in inside[1:]), field.name])
+                        excess = f"the message has more than {PACKED_COUNT_MAX:,} numbers"
+                        raise InvalidRequest([FieldViolation(path, f"{excess}; send fewer")])
+                position += size
             case 0:
                 _, position = varint_at(data, position)
             case 1:
                 position += 8
             case 5:
                 position += 4
-            case 2:
-                size, position = varint_at(data, position)
-                known = kind.fields_by_number.get(tag >> 3)
-                if known is not None and known.message_type is not None:
-                    inside.append((position + size, known.message_type, known.name))
-                    continue
-                if known is not None and known.is_packed:
-                    numbers = data[position : position + size].translate(None, CONTINUED)
-                    if (packed_count := packed_count + len(numbers)) > PACKED_COUNT_MAX:
-                        field = ".".join([*(name for _, _, name in inside[1:]), known.name])
-                        excess = f"the message has more than {PACKED_COUNT_MAX:,} numbers"
-                        raise InvalidRequest([FieldViolation(field, f"{excess}; send fewer")])
-                position += size
             case _:
                 raise ValueError("a group, which no message of the contract has")
+
+
+@cache
+def walked(kind: Descriptor) -> Mapping[int, Walked]:
+    """Return the fields of a message type that are messages or packed numbers, by number."""
+    return {
+        each.number: Walked(each.name, each.message_type)
+        for each in kind.fields
+        if each.message_type is not None or each.is_packed
+    }
 
 
 def varint_at(data: bytes, position: int) -> tuple[int, int]:

@@ -34,6 +34,7 @@ from metering.core.errors import InvalidValue
 from metering.core.models import Outcome, QuotaDimension, QuotaSubject, ServiceTier
 from metering.holds.operations import PAYLOAD_KEY_NAME_BYTES
 from metering.receipts.signing import Signer
+from metering.receipts.subjects import NO_LABELS, Labels
 from metering.tenants.usage_subjects import checked_end_user
 
 M = TypeVar("M", bound=Message)
@@ -42,6 +43,7 @@ PICOS_PER_UNIT = 10**12
 LABEL_COUNT_MAX = 16
 LABEL_KEY_CHARS_MAX = 64
 LABEL_VALUE_CHARS_MAX = 512  # as OpenAI's metadata
+KNOWN_LABELS_CHARS_MAX, KNOWN_LABELS_MAX = 512, 1024  # kept: at most about 12 MiB
 INT64_MAX = 2**63 - 1
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
@@ -82,28 +84,31 @@ def parse_request_id(text: str) -> uuid.UUID:
         ) from None
 
 
-def check_purpose(message: pb.StartFrame | pb.EmbedRequest, wrong: Violations) -> None:
-    """Check the service tier, the end user and the labels of a request."""
+def check_purpose(message: pb.StartFrame | pb.EmbedRequest, wrong: Violations) -> Labels:
+    """Check the service tier, the end user and the labels of a request, and return the labels."""
     wrong.check(
         message.tier in TIERS, "tier", "must be SERVICE_TIER_INTERACTIVE or SERVICE_TIER_BATCH"
     )
-    check_usage_subjects(message, wrong)
+    return check_usage_subjects(message, wrong)
 
 
 def check_usage_subjects(
     message: pb.StartFrame | pb.EmbedRequest | pb.GetQuotaRequest, wrong: Violations
-) -> None:
-    """Check the end user and the labels of a request."""
-    if message.end_user:
-        check_end_user(message.end_user, "end_user", wrong)
+) -> Labels:
+    """Check the end user and the labels of a request, and return the labels."""
+    if end_user := message.end_user:
+        check_end_user(end_user, "end_user", wrong)
     labels = message.labels
-    if not wrong.check_count(len(labels), LABEL_COUNT_MAX, "labels"):
-        return
-    for key in labels:  # their `items` are slower
-        value = labels[key]
+    count = len(labels)
+    if not count or not wrong.check_count(count, LABEL_COUNT_MAX, "labels"):
+        return NO_LABELS
+    keys = [*labels]
+    text = "\0".join(keys + [labels[key] for key in keys])  # their `items` are slower
+    parse = plain_labels if len(text) <= KNOWN_LABELS_CHARS_MAX else plain_labels.__wrapped__
+    if text.count("\0") == 2 * count - 1 and (plain := parse(text)) is not None:
+        return plain
+    for key, value in labels.items():
         right = 1 <= len(key) <= LABEL_KEY_CHARS_MAX and len(value) <= LABEL_VALUE_CHARS_MAX
-        if right and key.isprintable() and value.isprintable():
-            continue
         limits = (
             f"keys have 1 to {LABEL_KEY_CHARS_MAX} characters, values up to {LABEL_VALUE_CHARS_MAX}"
         )
@@ -112,6 +117,22 @@ def check_usage_subjects(
         if right:
             wrong.check_text(key, field)
             wrong.check_text(value, field, "labels")
+    return Labels(labels)
+
+
+@functools.lru_cache(maxsize=KNOWN_LABELS_MAX)
+def plain_labels(text: str) -> Labels | None:
+    """Return labels from their keys, then values, separated by NUL; None if one is not printable or
+    too long.
+    """
+    parts = text.split("\0")
+    count = len(parts) // 2
+    labels = Labels(zip(parts[:count], parts[count:], strict=True))
+    for key, value in labels.items():
+        right = 1 <= len(key) <= LABEL_KEY_CHARS_MAX and len(value) <= LABEL_VALUE_CHARS_MAX
+        if not (right and key.isprintable() and value.isprintable()):
+            return None
+    return labels
 
 
 def check_end_user(name: str, field: str, wrong: Violations) -> None:

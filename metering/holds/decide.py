@@ -61,7 +61,7 @@ from metering.quotas.quota_rules import (
 from metering.quotas.quotas import Counters
 from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt
 from metering.receipts.encoding import owners_in
-from metering.receipts.subjects import NO_SUBJECTS, Subjects, new_salt
+from metering.receipts.subjects import NO_SUBJECTS, Labels, Subjects, new_salt
 from metering.store.pipeline import packed_id
 
 END_USERS_MAX = 1_000_000  # per organization, unless set otherwise
@@ -450,7 +450,8 @@ class Decisions(msgspec.Struct, eq=False):
         hold = Hold(op.hold_id, op.request_id, common, rules, sent, 0, lease, 0, 0, (), now, now)
         hold.subjects = common.subjects
         if op.labels:
-            hold.subjects = (common.subjects or NO_SUBJECTS).with_labels(op.labels)
+            known = common.subjects or NO_SUBJECTS
+            hold.subjects = Subjects(known.end_user, known.salt, Labels.of(op.labels))
         self.writes.holds.append((op, hold))
         reads.same_requests[request_key] = op.payload_hash, None
         return Admitted(

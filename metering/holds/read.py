@@ -47,7 +47,7 @@ from metering.quotas.quota_rules import (
 )
 from metering.quotas.quotas import Counter, Counters
 from metering.receipts.chaining import BATCHES_OF_HOLDS, ISSUED_OF_HOLDS, Chains, issued_of_rows
-from metering.receipts.subjects import Subjects
+from metering.receipts.subjects import NO_LABELS, Labels, Subjects
 from metering.store.pipeline import (
     Connection,
     Row,
@@ -357,7 +357,7 @@ class HoldRow(NamedTuple):
             self.state,
             self.expires_at,
             reasoning_token_count=self.reasoning_token_count,
-            subjects=Subjects(self.end_user or "", self.salt or b"", self.labels)
+            subjects=Subjects(self.end_user or "", self.salt or b"", Labels(self.labels))
             if self.end_user_id is not None or self.labels
             else None,
         )
@@ -633,7 +633,7 @@ class MemberReads:
                     continue  # a label value without a limit has no row
                 member = self.members[name] = Member(*name, uuid.uuid4(), is_new=True)
             if for_each == FOR_END_USERS:
-                end_user, subjects = member.id.int, Subjects(member.name, member.salt, {})
+                end_user, subjects = member.id.int, Subjects(member.name, member.salt, NO_LABELS)
             if member.is_new or member.is_archived or member.is_idle:
                 changed.append(member)
             own = self.rules_of(base, member)

@@ -30,7 +30,7 @@ from metering.holds.operations import Settle, Settled
 from metering.quotas.quota_rules import USED_MAX, CounterKey, QuotaRule
 from metering.quotas.quotas import NO_LIMIT, Counters
 from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt, SignedBatch
-from metering.receipts.subjects import NO_HASHES
+from metering.receipts.subjects import NO_HASHES, new_salts
 from metering.store.pipeline import (
     UUID_OID,
     Statement,
@@ -399,8 +399,9 @@ def new_holds(writes: BatchWrites, owner: HoldOwner) -> list[Statement]:
         id_number_array(ids),
         number_array(numbers),
         bytes_array([op.payload_hash for op, _ in writes.holds]),
-        text_array(
-            [_encode_json(op.labels).decode() if op.labels else None for op, _ in writes.holds]
+        array(
+            "NULL" if hold.subjects is None else hold.subjects.labels.element
+            for _, hold in writes.holds
         ),
     )
     return [(INSERT_HOLDS, values)]
@@ -417,8 +418,10 @@ def usage_writes(
     if not events:
         return []
     numbers: list[int] = []
+    salts = iter(new_salts(sum(hold.subjects is not None for hold, *_ in events)))
     for hold, usage, part, op, recovered in events:
-        receipt = issue_receipt(chains, hold, usage, part, op)
+        salt = b"" if hold.subjects is None else next(salts)
+        receipt = issue_receipt(chains, hold, usage, part, op, salt)
         numbers += _used_numbers(usage)
         numbers += part, recovered, op.migration_count, receipt.sequence
         numbers.append(0 if hold.subjects is None else len(hold.subjects.labels))
@@ -461,9 +464,12 @@ def subject_columns(receipts: Sequence[IssuedReceipt]) -> list[bytes]:
 
 
 def issue_receipt(
-    chains: Chains, hold: Hold, usage: Settled, part: int, op: Settle
+    chains: Chains, hold: Hold, usage: Settled, part: int, op: Settle, salt: bytes
 ) -> IssuedReceipt:
-    """Append the receipt of a usage event to its project's chain, and add it to the answer."""
+    """Append the receipt of a usage event to its project's chain, and add it to the answer.
+
+    `salt` is for the labels of the request.
+    """
     terms = hold.terms
     counts = (
         part,
@@ -477,7 +483,8 @@ def issue_receipt(
     )
     ids = terms.payer_ids + hold.request_id.int.to_bytes(16, "big")
     labels = usage.currency_code, terms.model, usage.outcome
-    receipt = chains.append(ids, counts, hold.admitted_at, labels, op.timings, hold.subjects)
+    admitted_at, subjects = hold.admitted_at, hold.subjects
+    receipt = chains.append(ids, counts, admitted_at, labels, op.timings, subjects, salt)
     usage.receipts.append(receipt)
     return receipt
 

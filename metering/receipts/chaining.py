@@ -120,21 +120,23 @@ class Chains(msgspec.Struct, eq=False):
         counts: tuple[int, int, int, int, int, int, int, int],
         admitted_at: datetime,
         labels: tuple[str, str, str],
-        timings: Mapping[str, float] | None = None,
-        subjects: Subjects | None = None,
+        timings: Mapping[str, float] | None,
+        subjects: Subjects | None,
+        labels_salt: bytes,
     ) -> IssuedReceipt:
         """Append a receipt to a project's chain and return it.
 
         `ids` are as in `encode`. `counts` are part; input, cached input, billed, embedding and
         reasoning tokens; price version; cost in picos. `labels` are currency code, model, outcome.
         `timings` are those of the usage event; None if it has none.
-        `subjects` are end user and labels of the request; None if it has neither.
+        `subjects` are end user and labels of the request; None if it has neither. `labels_salt` is
+        a new salt for the labels.
         """
         project_id = ids[16:32]
         head = self.heads[project_id]
         previous_hash, head.sequence = head.hash, head.sequence + 1
         numbers = (*counts, micros(admitted_at), head.settled_at_us, head.sequence)
-        hashes = None if subjects is None else subjects.hashed(ids[48:])
+        hashes = None if subjects is None else subjects.hashed(ids[48:], labels_salt)
         encoded = encode(
             ids,
             numbers,

@@ -27,9 +27,18 @@ FIXED = struct.Struct(">16s64s10q32s")
 FIXED_REASONING = struct.Struct(">16s64s11q32s")
 FIXED_TIMED = struct.Struct(">16s64s11q32s6q")
 # Ends with the sum of HAS_TIMES, HAS_END_USER and HAS_LABELS: the parts that follow.
-FIXED_SUBJECTS = struct.Struct(">16s64s11q32sq")
 HAS_TIMES, HAS_END_USER, HAS_LABELS = 1, 2, 4
-TIMES = struct.Struct(">6q")
+FIXED_SUBJECTS = struct.Struct(">16s64s11q32sq")
+# With those parts, by the number; a part that is missing has size 0.
+WITH_SUBJECTS = {
+    has: struct.Struct(
+        FIXED_SUBJECTS.format
+        + "6q" * bool(has & HAS_TIMES)
+        + ("32s" if has & HAS_END_USER else "0s")
+        + ("32s" if has & HAS_LABELS else "0s")
+    )
+    for has in range(HAS_END_USER, HAS_TIMES + HAS_END_USER + HAS_LABELS + 1)
+}
 # Timings of a usage event in a receipt, in thousandths of their units.
 TIMED = (
     "ttft_ms",
@@ -82,8 +91,8 @@ def encode(
     end_user, labels = hashes
     if end_user or labels:
         has = HAS_TIMES * bool(times) + HAS_END_USER * bool(end_user) + HAS_LABELS * bool(labels)
-        fixed = FIXED_SUBJECTS.pack(MAGIC_SUBJECTS, ids, *numbers, previous_hash, has)
-        return b"".join((fixed, TIMES.pack(*times) if times else b"", end_user, labels, texts))
+        parts = *numbers, previous_hash, has, *times, end_user, labels
+        return WITH_SUBJECTS[has].pack(MAGIC_SUBJECTS, ids, *parts) + texts
     if times:
         return FIXED_TIMED.pack(MAGIC_TIMED, ids, *numbers, previous_hash, *times) + texts
     part, sent, cached, billed, embedded, reasoning, *others = numbers
@@ -122,25 +131,14 @@ def parts_of(encoded: bytes) -> Parts:
 
 def parts_with_subjects(encoded: bytes) -> Parts:
     """Decode a receipt of version 4 into its parts. Raises: ValueError."""
-    _, ids, *numbers, previous_hash, has = FIXED_SUBJECTS.unpack_from(encoded)
-    if not HAS_END_USER <= has <= HAS_TIMES + HAS_END_USER + HAS_LABELS:
+    (has,) = LENGTH.unpack_from(encoded, FIXED_SUBJECTS.size - LENGTH.size)
+    if (form := WITH_SUBJECTS.get(has)) is None:
         raise ValueError("a receipt of version 4 has the hash of an end user or of labels")
-    sizes = (
-        TIMES.size * bool(has & HAS_TIMES),
-        HASH_SIZE * bool(has & HAS_END_USER),
-        HASH_SIZE * bool(has & HAS_LABELS),
-    )
-    at = FIXED_SUBJECTS.size
-    if len(encoded) < at + sum(sizes):
+    if len(encoded) < form.size:
         raise ValueError("the receipt ends before its texts do")
-    parts: list[bytes] = []
-    for size in sizes:
-        parts.append(encoded[at : at + size])
-        at += size
-    times, *hashes = parts
-    found = texts_in(encoded[at:])
-    unpacked = TIMES.unpack(times) if times else ()
-    return ids, tuple(numbers), previous_hash, found, unpacked, (hashes[0], hashes[1])
+    _, ids, *values, end_user, labels = form.unpack_from(encoded)
+    found = texts_in(encoded[form.size :])
+    return ids, tuple(values[:11]), values[11], found, tuple(values[13:]), (end_user, labels)
 
 
 @functools.lru_cache(maxsize=4096)  # the keys in use

@@ -10,17 +10,48 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping
+from functools import cached_property
 from hashlib import sha256
 from typing import NamedTuple
 
+import msgspec
+
 from metering.receipts.encoding import LENGTH
+from metering.store.pipeline import quoted
 
 SALT_SIZE = 32  # bytes
 END_USER = b"weir.receipt.end_user.v1\n"
 LABELS = b"weir.receipt.labels.v1\n"
+# Hashes of end user and of labels in a receipt, each empty if there is none, and the labels' salt.
+SubjectHashes = tuple[bytes, bytes, bytes]
+NO_HASHES: SubjectHashes = (b"", b"", b"")
 
 
-class Subjects(NamedTuple):
+class Labels(dict[str, str]):
+    """Labels of all requests that have the same: never changed, and encoded once."""
+
+    @classmethod
+    def of(cls, labels: Mapping[str, str]) -> Labels:
+        """Return the labels themselves, or a copy if they are another kind of mapping."""
+        return labels if isinstance(labels, cls) else cls(labels)
+
+    @cached_property
+    def element(self) -> str:
+        """JSON object as an element of an array for the database; NULL if there are none."""
+        return quoted(msgspec.json.encode(self).decode() if self else None)
+
+    @cached_property
+    def packed(self) -> bytes:
+        """Content of a hash of the labels after its salt."""
+        pack = LENGTH.pack
+        parts = [pack(len(self))]
+        for key in sorted(self):
+            name, value = key.encode(), self[key].encode()
+            parts += pack(len(name)), name, pack(len(value)), value
+        return b"".join(parts)
+
+
+class Subjects(msgspec.Struct, frozen=True):
     """End user and labels of a request.
 
     `salt` is that of the usage subject; empty if there is no end user or it was erased.
@@ -28,28 +59,16 @@ class Subjects(NamedTuple):
 
     end_user: str
     salt: bytes
-    labels: Mapping[str, str]
+    labels: Labels
 
-    def with_labels(self, labels: Mapping[str, str]) -> Subjects:
-        """Return the same end user with these labels."""
-        return Subjects(self.end_user, self.salt, labels)
-
-    def hashed(self, request_id: bytes) -> SubjectHashes:
+    def hashed(self, request_id: bytes, labels_salt: bytes) -> SubjectHashes:
         """Hash end user and labels for one receipt."""
-        end_user, salt, labels = self
-        name = end_user_hash(end_user_salt(salt, request_id), end_user) if salt else b""
+        salt, labels, name = self.salt, self.labels, b""
+        if salt:
+            name = end_user_hash(end_user_salt(salt, request_id), self.end_user)
         if not labels:
-            return SubjectHashes(name)
-        labels_salt = new_salt()
-        return SubjectHashes(name, labels_hash(labels_salt, labels), labels_salt)
-
-
-class SubjectHashes(NamedTuple):
-    """Hashes in a receipt, each empty if there is none, and the salt of the labels."""
-
-    end_user: bytes = b""
-    labels: bytes = b""
-    labels_salt: bytes = b""
+            return name, b"", b""
+        return name, labels_hash(labels_salt, labels), labels_salt
 
 
 class SubjectProof(NamedTuple):
@@ -61,13 +80,19 @@ class SubjectProof(NamedTuple):
     labels_salt: bytes = b""
 
 
-NO_SUBJECTS = Subjects("", b"", {})
-NO_HASHES = SubjectHashes()
+NO_LABELS = Labels()
+NO_SUBJECTS = Subjects("", b"", NO_LABELS)
 
 
 def new_salt() -> bytes:
     """Make a random salt."""
     return os.urandom(SALT_SIZE)
+
+
+def new_salts(count: int) -> list[bytes]:
+    """Make several random salts with one system call."""
+    random = os.urandom(SALT_SIZE * count)
+    return [random[start : start + SALT_SIZE] for start in range(0, len(random), SALT_SIZE)]
 
 
 def end_user_salt(salt: bytes, request_id: bytes) -> bytes:
@@ -85,12 +110,7 @@ def end_user_hash(salt: bytes, name: str) -> bytes:
 
 def labels_hash(salt: bytes, labels: Mapping[str, str]) -> bytes:
     """Hash labels, by key, with their salt."""
-    pack = LENGTH.pack
-    parts = [LABELS, salt, pack(len(labels))]
-    for key in sorted(labels):
-        name, value = key.encode(), labels[key].encode()
-        parts += pack(len(name)), name, pack(len(value)), value
-    return sha256(b"".join(parts)).digest()
+    return sha256(LABELS + salt + Labels.of(labels).packed).digest()
 
 
 def proof_of(

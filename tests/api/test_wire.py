@@ -123,6 +123,47 @@ def test_the_order_of_labels_does_not_make_another_payload() -> None:
 
 
 @pytest.mark.parametrize(
+    "labels",
+    [
+        {"a\0c\0b": "d"},
+        {"a": "c\0b\0d"},
+        {"a\0c": "b\0d"},
+        {"a": "b", "c\0": "d"},
+        {"a": "b", "": "d"},
+        {"a": "b", "c": "\0"},
+        {"a": "b", "c": "x" * (wire.LABEL_VALUE_CHARS_MAX + 1)},
+        {"a": "b", "c" * (wire.LABEL_KEY_CHARS_MAX + 1): "d"},
+    ],
+)
+def test_labels_that_resemble_known_ones_are_checked(labels: dict[str, str]) -> None:
+    for _ in range(2):
+        parse_start(ID, pb.StartFrame(model="m", text="t", labels={"a": "b", "c": "d"}))
+        with pytest.raises(InvalidRequest) as refused:
+            parse_start(ID, pb.StartFrame(model="m", text="t", labels=labels))
+        assert all(each.field.startswith("labels[") for each in refused.value.violations)
+
+
+@pytest.mark.parametrize(
+    ("labels", "is_kept"),
+    [
+        ({"team": "search", "run": "4711"}, True),
+        ({"team": "", "run": ""}, True),
+        ({"a": "x" * wire.KNOWN_LABELS_CHARS_MAX}, False),
+        ({str(index): "é" * 100 for index in range(16)}, False),
+    ],
+)
+def test_labels_are_encoded_once_unless_they_are_long(
+    labels: dict[str, str], is_kept: bool
+) -> None:
+    one, same = (
+        parse_start(ID, pb.StartFrame(model="m", text="t", labels=labels)).labels for _ in range(2)
+    )
+
+    assert one == same == labels
+    assert (one is same) == is_kept
+
+
+@pytest.mark.parametrize(
     ("field", "prompt"),
     [
         ({"text": "hello"}, "hello"),

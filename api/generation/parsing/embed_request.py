@@ -69,7 +69,7 @@ def parse_embed(message: pb.EmbedRequest) -> ValidEmbed:
         check_input(each, f"inputs[{index}]", wrong)
     known = message.truncation in pb.Truncation.values()
     wrong.check(known, "truncation", "must be TRUNCATION_NONE or TRUNCATION_END")
-    wire.check_purpose(message, wrong)
+    labels = wire.check_purpose(message, wrong)
     wrong.raise_if_any()
     return ValidEmbed(
         request_id=request_id,
@@ -77,7 +77,7 @@ def parse_embed(message: pb.EmbedRequest) -> ValidEmbed:
         model=message.model,
         inputs=tuple(each.text or tuple(each.token_ids.ids) for each in message.inputs),
         truncates=message.truncation == pb.TRUNCATION_END,
-        labels=dict(message.labels),
+        labels=labels,
         tier=wire.TIERS[message.tier],
         end_user=message.end_user,
     )

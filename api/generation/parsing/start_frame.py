@@ -48,6 +48,7 @@ from api.queue.fair_queue import ServiceTier
 from inference.engine import BeamSearchParams, ResponseFormat
 from inference.text.tokenizer import ChatMessage, Thinking
 from inference.text.tools import Tool
+from metering.receipts.subjects import NO_LABELS, Labels
 
 # Most frames have no others.
 # Of the pairs that `ListFields` returns
@@ -68,11 +69,9 @@ LIMIT_FIELDS = frozenset(
         "keep_on_disconnect",
         "initial_credit_tokens",
         "max_cost",
-        "tier",
-        "labels",
-        "end_user",
     }
 )
+PURPOSE_FIELDS = frozenset({"tier", "labels", "end_user"})
 
 
 class ValidStart(msgspec.Struct):
@@ -94,7 +93,7 @@ class ValidStart(msgspec.Struct):
     choice_count: int = 1
     beam_search: BeamSearchParams | None = None
     usage_interval_tokens: int | None = None
-    labels: dict[str, str] = {}
+    labels: Labels = NO_LABELS
     end_user: str = ""
     tier: ServiceTier = ServiceTier.INTERACTIVE
     start_timeout_s: float | None = None
@@ -130,6 +129,7 @@ def parse_start(
     present = set(map(NAME, map(FIELD, start.ListFields())))
     wrong.check_text(start.model, "model", missing=MODEL_MISSING)
     check_prompt(start, wrong)
+    labels = NO_LABELS
     has_options = not present <= PLAIN_FIELDS
     if has_options and not present.isdisjoint(DECODING_FIELDS):
         check_decoding(start, wrong)
@@ -140,6 +140,8 @@ def parse_start(
             check_tool_use(start, wrong)
         if not present.isdisjoint(LIMIT_FIELDS):
             check_limits(start, wrong)
+        if not present.isdisjoint(PURPOSE_FIELDS):
+            labels = check_purpose(start, wrong)
     wrong.raise_if_any()
     valid = ValidStart(
         parsed_id,
@@ -152,6 +154,7 @@ def parse_start(
     )
     if has_options:
         set_options(valid, start, present)
+        valid.labels = labels
     return valid
 
 
@@ -165,8 +168,6 @@ def set_options(valid: ValidStart, start: pb.StartFrame, present: Set[str]) -> N
         valid.response_format = parse_response_format(start)
     if "beam_search" in present:
         valid.beam_search = parse_beam_search(start)
-    if "labels" in present:
-        valid.labels = dict(start.labels)
     if "start_timeout" in present:
         valid.start_timeout_s = seconds_of(start.start_timeout)
     if "keep_on_disconnect" in present:
@@ -198,7 +199,6 @@ def check_limits(start: pb.StartFrame, wrong: Violations) -> None:
         wrong.check(credit >= 0, "initial_credit_tokens", f"must be at least 0, got {credit}")
     if start.HasField("max_cost"):
         check_cost(start.max_cost, "max_cost", wrong)
-    check_purpose(start, wrong)
 
 
 def parse_count_tokens(message: pb.CountTokensRequest) -> tuple[Prompt, tuple[Tool, ...]]:
