@@ -77,7 +77,7 @@ CODE = re.compile(r"\.(py|ts|mjs|css|html|h|cpp|sql)$|(^|/)Dockerfile$|\.Dockerf
 LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 98_197),
     "fault injection": (("chaos/",), 1_059),
-    "command line": (("sdk/python/src/weir_cli/",), 8_284),
+    "command line": (("sdk/python/src/weir_cli/",), 8_285),
     "Python client": (("sdk/python/",), 7_291),
     "TypeScript client": (("sdk/typescript/",), 6_403),
     "benchmarks": (("bench/",), 10_860),
