@@ -90,7 +90,7 @@ class Records:
             user = self.random.choice(["", "ann", "bob"])
             price = self.random.choice(prices)
             await world.use(price, first, end_user=user)
-            if number % 4 == 0:
+            if number % 4 == 0 and first.output_token_count:
                 late = self.request(
                     month,
                     hold_id=first.hold_id,
