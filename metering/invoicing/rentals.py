@@ -11,7 +11,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import ForeignKey, Identity, Select, func, or_, select, text
 from sqlalchemy.dialects.postgresql import insert
@@ -59,7 +59,10 @@ class ReplicaRental(Base):
 
 @dataclass(frozen=True, slots=True)
 class RentalTerms:
-    """Terms of a new rental. `starts_at` None means now, `ends_at` None that it is open."""
+    """Terms of a new rental.
+
+    `starts_at` None means with the next second, `ends_at` None that it is open.
+    """
 
     end_user: str
     model: str
@@ -89,6 +92,8 @@ async def rent_replicas(
         )
     await take_posting_lock(session, owner.id)  # against a close
     starts_at = await _moment(session, owner.id, "start_time", terms.starts_at)
+    if terms.starts_at is None:  # a price that was set in this second is in force in the next one
+        starts_at += timedelta(seconds=1)
     ends_at = None
     if terms.ends_at is not None:
         ends_at = await _moment(session, owner.id, "end_time", terms.ends_at)
@@ -147,6 +152,8 @@ async def end_rental(
     if ends_at is None and rental.ends_at is not None and rental.ends_at <= now:
         return rental
     end = await _moment(session, owner.id, "end_time", ends_at)
+    if ends_at is None and rental.starts_at <= now + timedelta(seconds=1):  # begun just before
+        end = max(end, rental.starts_at)
     if end < rental.starts_at:
         raise InvalidValue(
             "end_time",
@@ -240,7 +247,7 @@ async def _closed_until(session: AsyncSession, organization_id: uuid.UUID) -> da
 async def _moment(
     session: AsyncSession, organization_id: uuid.UUID, field: str, at: datetime | None
 ) -> datetime:
-    """Validate a time; None means now. Raises: InvalidValue."""
+    """Validate a time; None means this second. Raises: InvalidValue."""
     if at is None:
         return (await database_now(session)).replace(microsecond=0)
     if not TIME_MIN <= at <= TIME_MAX:

@@ -184,7 +184,7 @@ async def test_rentals_of_replicas_through_the_command_line(
     assert ends[11:-1] in ended
     assert [(each["end_user"], each["end_time"]) for each in listed] == [("ada", ends)]
     assert "4.00" in prices
-    assert "start_time: must be a time from 2000 to 2200" in past
+    assert "--from: must be a time from 2000 to 2200" in past
     _, key = await service.new_key(reseller, "billing")
     other = await service.tenant()
     _, foreign = await service.new_key(other, "billing")

@@ -62,7 +62,6 @@ SMALL_TENANT_COUNT = int(os.environ.get("WEIR_TEST_TENANTS", "20"))
 INPUT_TOKENS, OUTPUT_TOKENS = 10, 4
 CANCELLED_SHARE = 0.2
 STREAMS_PER_CONNECTION = 100  # the service's own limit
-POLL_S = 0.5  # between two snapshots, each of which takes 0.1 s of CPU
 ROUND = 10  # concurrent requests that use up the rest of a limit
 
 # Amount of a limit that one request uses.
@@ -159,7 +158,7 @@ class SecondPoll:
         self._thread.join()
 
     def _poll(self) -> None:
-        while not self._over.wait(POLL_S):
+        while not self._over.wait(0.1):
             self.found += find_violations(self._database_url)
             self.poll_count += 1
 

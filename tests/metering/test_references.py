@@ -58,6 +58,8 @@ def test_a_usage_event_not_of_its_hold_fails(world: HoldWorld, column: str, valu
 
 @pytest.mark.parametrize("table", ["organizations", "projects", "api_keys", "holds"])
 def test_nothing_that_others_refer_to_is_deleted(world: HoldWorld, table: str) -> None:
+    world.execute(PLANT_HOLD, *hold_of(world))
+
     for statement in (f"DELETE FROM {table}", f"TRUNCATE {table} CASCADE"):
         with pytest.raises(psycopg.errors.RestrictViolation, match="cannot be deleted"):
             world.execute(statement)

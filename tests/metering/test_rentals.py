@@ -158,7 +158,7 @@ async def test_an_open_rental_runs_until_it_is_ended(world: ClosingWorld) -> Non
     now = datetime.now(UTC).replace(microsecond=0)
     rental = await rent(world, None, None)
     other = await rent(world, now - timedelta(seconds=1), now + HOUR, end_user="bob")
-    assert rental.starts_at >= now
+    assert rental.starts_at > now
     await execute_unguarded(
         world.sessions,
         "UPDATE replica_rentals SET starts_at = starts_at - interval '3 s' WHERE ends_at IS NULL",
@@ -168,7 +168,7 @@ async def test_an_open_rental_runs_until_it_is_ended(world: ClosingWorld) -> Non
     month = f"{now:%Y-%m}"
     found = await statement(world, month)
     assert found.replica_second_count == (ended.ends_at - ended.starts_at).total_seconds()
-    assert found.replica_second_count >= 3
+    assert found.replica_second_count >= 2
     assert (await statement(world, month, "bob")).replica_second_count < 600, "only until now"
 
     cancelled = await end(world, other.id, other.starts_at)
