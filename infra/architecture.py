@@ -77,13 +77,13 @@ CODE = re.compile(r"\.(py|ts|mjs|css|html|h|cpp|sql)$|(^|/)Dockerfile$|\.Dockerf
 LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 100_187),
     "fault injection": (("chaos/",), 1_059),
-    "command line": (("sdk/python/src/weir_cli/",), 8_384),
+    "command line": (("sdk/python/src/weir_cli/",), 8_393),
     "Python client": (("sdk/python/",), 7_322),
     "TypeScript client": (("sdk/typescript/",), 6_423),
     "benchmarks": (("bench/",), 10_945),
     "demo": (("demo/",), 4_535),
     "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_636),
-    "tests": (("tests/",), 123_214),
+    "tests": (("tests/",), 123_224),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")

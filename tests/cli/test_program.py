@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from weir_cli.__main__ import COMMANDS, Group, app, early_last, load
 from weir_cli.commands import CLIENT_COMMANDS, PERSONAS
 from weir_cli.connection import Connection
+from weir_cli.parameters import NAMES
 
 from tests.cli.conftest import Run, ScriptedWeir
 
@@ -268,6 +269,23 @@ def test_placeholders_and_spellings_are_the_same_in_every_command() -> None:
                 assert each.metavar != "TEXT" or each.name in FREE_TEXT, (path, each.name)
             elif not each.is_flag:
                 assert each.type_descriptor.is_choice, (path, each.name)
+
+
+def test_an_empty_variable_selects_not_everything(weir: Run) -> None:
+    """`--org "$ORG"` without `ORG`: in each command, the option must name one or be left out."""
+    flags = [
+        (*path, each.opts[0])
+        for path, command in tree().items()
+        for each in command.params
+        if each.param_type_name == "option" and each.metavar in NAMES
+    ]
+
+    assert len(flags) > 60
+    for line in flags:
+        result = weir(*line, "")
+        assert result.exit_code == 2, line
+        assert line[-1] in result.stderr, line
+        assert "is empty: name one" in result.stderr, line
 
 
 def test_every_parameter_with_a_known_name_completes(weir: Run) -> None:

@@ -100,14 +100,6 @@ def test_a_refused_field_is_named_by_the_option_of_the_command(weir: Run) -> Non
     assert "--max-input-tokens: must be between -9,223" in result.stderr
 
 
-@pytest.mark.parametrize("flag", ["--each", "--end-user", "--label"])
-def test_an_empty_variable_does_not_limit_all(weir: Run, server: ScriptedWeir, flag: str) -> None:
-    result = weir("quota", "set", "tokens-per-day", "0", "--org", "acme", flag, "")
-
-    assert (result.exit_code, server.accounts.requests) == (2, [])
-    assert f"{flag}: is empty" in result.stderr
-
-
 def test_the_limits_of_one_end_user_or_label_are_requested(weir: Run, server: ScriptedWeir) -> None:
     assert weir("quota list --org acme --end-user alice").exit_code == 0
     assert weir("quota list --org acme --label team=search").exit_code == 0

@@ -156,7 +156,7 @@ ADJUSTMENTS: Table[Adjustment] = Table(
 )
 # Filters of usage, also of `weir usage`.
 WHOSE = {
-    "end_user": option(str, "Only this end user.", "--end-user", default="", metavar="NAME"),
+    "end_user": option(str, "Only this end user.", "--end-user", default="", metavar="END_USER"),
     "labels": option(
         list[str], "Only requests with this label; repeatable.", "--label", metavar="KEY=VALUE"
     ),

@@ -68,6 +68,8 @@ PLACEHOLDERS: Mapping[str, str] = {
 # Of other parameters, by the type; the first that is part of it.
 TYPES: Mapping[type, str] = {datetime: "TIME", Path: "FILE", int: "N", float: "NUMBER", str: "TEXT"}
 ORGANIZATION = ["--org", "--organization"]  # both spellings, wherever there is one
+# Placeholders of names. An empty text is none; other texts may be empty, to clear a value.
+NAMES = {"ORG", "PROJECT", "KEY", "MODEL", "SELECTOR", "END_USER", "KEY=VALUE"}
 
 
 class Argument(TyperArgument):
@@ -88,7 +90,17 @@ class Argument(TyperArgument):
 
 
 class Option(TyperOption):
-    """Option with values of the server to complete it."""
+    """Option with values of the server to complete it. One that names something has a name."""
+
+    def consume_value(self, ctx: Any, opts: Mapping[str, Any]) -> Any:
+        """Refuse an empty name, as of an unset variable of the shell: it would select everything.
+
+        Raises: BadParameter.
+        """
+        written = opts.get(self.name or "")
+        if self.metavar in NAMES and "" in (written if isinstance(written, list) else [written]):
+            raise typer.BadParameter("is empty: name one, or leave it out", ctx, self)
+        return super().consume_value(ctx, opts)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Return the possible values that begin with the text."""

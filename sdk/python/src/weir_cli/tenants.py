@@ -539,9 +539,6 @@ def set_quota(
     kind = parse_dimension(dimension)
     limit = parsed("VALUE", parse_limit, kind, value)
     each, end_user, label = (terms[name] for name in ONES)
-    for flag, text in (("--each", each), ("--end-user", end_user), ("--label", label)):
-        if text == "":  # of an unset variable: it must not limit all of them together
-            raise typer.BadParameter("is empty: name one, or leave it out", param_hint=flag)
     if any((each, end_user, label)) and not any((organization, project, key)):
         organization = organization_or_default(None, client.address)
     subject, subject_ref = parse_subject(organization, project, key)
