@@ -143,7 +143,7 @@ class Server:
                 env=environment,
                 pass_fds=(listener.fileno(),),
             )
-        process.returncode = 0  # not waited for: it may outlive this process
+        process.wait()  # the server is its child, and no descendant of this process any more
 
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path
@@ -328,6 +328,8 @@ def take_files(targets: Sequence[int], files: Sequence[int]) -> None:
 def main() -> None:
     """Run a server; in each child, run the requested module."""
     fd, *modules = sys.argv[1:]
+    if os.fork():  # no test sees servers, which all workers share, among its descendants
+        os._exit(0)
     environment = dict(os.environ)
     for module in modules:
         importlib.import_module(module)

@@ -418,7 +418,8 @@ def usage_writes(
     if not events:
         return []
     numbers: list[int] = []
-    salts = iter(new_salts(sum(hold.subjects is not None for hold, *_ in events)))
+    salted = sum(hold.subjects is not None for hold, *_ in events)
+    salts = iter(new_salts(salted) if salted else ())
     for hold, usage, part, op, recovered in events:
         salt = b"" if hold.subjects is None else next(salts)
         receipt = issue_receipt(chains, hold, usage, part, op, salt)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from metering.receipts.encoding import LENGTH
-from metering.store.pipeline import quoted
+from metering.store.pipeline import text_array
 
 SALT_SIZE = 32  # bytes
 END_USER = b"weir.receipt.end_user.v1\n"
@@ -38,7 +38,7 @@ class Labels(dict[str, str]):
     @cached_property
     def element(self) -> str:
         """JSON object as an element of an array for the database; NULL if there are none."""
-        return quoted(msgspec.json.encode(self).decode() if self else None)
+        return text_array([msgspec.json.encode(self).decode() if self else None])[1:-1]
 
     @cached_property
     def packed(self) -> bytes:

@@ -343,14 +343,11 @@ def _head(oid: int, count: int) -> bytes:
 
 def text_array(texts: Iterable[str | None]) -> str:
     """Format an array literal of any texts, escaping them; None becomes NULL."""
-    return "{" + ",".join(map(quoted, texts)) + "}"
-
-
-def quoted(text: str | None) -> str:
-    """Format any text as an element of an array literal; None becomes NULL."""
-    if text is None:
-        return "NULL"
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    escaped = (
+        "NULL" if text is None else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        for text in texts
+    )
+    return "{" + ",".join(escaped) + "}"
 
 
 def bytes_array(values: Collection[bytes]) -> bytes:

@@ -148,8 +148,8 @@ def test_a_missing_server_has_a_remedy(bare_weir: Run, monkeypatch: pytest.Monke
             "nowhere.invalid:8443",
             "no server at nowhere.invalid:8443: no such host or port; write them as 127.0.0.1:8443",
         ),
-        ("127.0.0.1:port", "address: must be host:port"),
-        ("ftp://127.0.0.1:99", "address: must be host:port"),
+        ("127.0.0.1:port", "--address: must be host:port"),
+        ("ftp://127.0.0.1:99", "--address: must be host:port"),
     ],
 )
 def test_an_invalid_address_is_reported_as_such(
