@@ -271,7 +271,7 @@ def test_placeholders_and_spellings_are_the_same_in_every_command() -> None:
                 assert each.type_descriptor.is_choice, (path, each.name)
 
 
-def test_an_empty_variable_selects_not_everything(weir: Run) -> None:
+def test_an_empty_name_is_refused_in_every_command(weir: Run) -> None:
     """`--org "$ORG"` without `ORG`: in each command, the option must name one or be left out."""
     flags = [
         (*path, each.opts[0])

@@ -295,6 +295,41 @@ async def test_a_foreign_key_gets_nothing_by_grpc(service: Service, victim: Vict
     } != {0}
 
 
+async def test_a_call_is_refused_before_its_request_is_read(service: Service) -> None:
+    """A key without the scope learns nothing from errors about fields."""
+    stranger = await service.tenant()
+    refused = [each for each in methods() if "inference" not in scopes_of(each)]
+
+    assert len(refused) > 50
+    async with service.channel() as channel:
+        for method in refused:
+            answer = await call(channel, method, out_of_range(method.input_type), stranger.secret)
+            assert isinstance(answer, Refusal), method.full_name
+            assert answer.reason == "PERMISSION_DENIED", (method.full_name, answer)
+
+
+def out_of_range(kind: Descriptor) -> Any:
+    """Return a message of permitted size in which no field has an allowed value."""
+    message: Any = GetMessageClass(kind)()
+    for field in kind.fields:
+        value: Any = -1
+        if field.type == FieldDescriptor.TYPE_STRING:
+            value = "?"
+        elif field.type == FieldDescriptor.TYPE_BOOL:
+            value = True
+        elif field.type == FieldDescriptor.TYPE_BYTES:
+            value = b"\x00"
+        elif field.message_type is not None:
+            if not field.is_repeated:
+                getattr(message, field.name).CopyFrom(out_of_range(field.message_type))
+            continue
+        if field.is_repeated:
+            getattr(message, field.name).append(value)
+        else:
+            setattr(message, field.name, value)
+    return message
+
+
 async def test_a_foreign_key_gets_nothing_by_console(service: Service, victim: Victim) -> None:
     stranger = await service.tenant()
     _, finance = await service.new_key(stranger, "billing")

@@ -438,7 +438,7 @@ class ResaleStatementLine(_message.Message):
     """The month of the usage as YYYY-MM, if that was closed before the usage was posted; else empty."""
     @_builtins.property
     def cost(self) -> _types_pb2.Money:
-        """What the organization pays for them. 0 for rented replicas, which have no cost at Weir."""
+        """Cost of this usage to the organization. 0 for rented replicas, for which Weir charges nothing."""
 
     @_builtins.property
     def amount(self) -> _types_pb2.Money:

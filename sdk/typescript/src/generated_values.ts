@@ -956,7 +956,9 @@ export interface ResaleStatementLine {
   readonly item: string;
   /** Number of requests, seconds or tokens. */
   readonly quantity: number;
-  /** What the organization pays for them. 0 for rented replicas, which have no cost at Weir. */
+  /**
+   * Cost of this usage to the organization. 0 for rented replicas, for which Weir charges nothing.
+   */
   readonly cost: Money;
   /** What the end user is charged, exact to the pico. */
   readonly amount: Money;

@@ -1052,7 +1052,8 @@ class ResaleStatementLine(Value):
     quantity: int
     """Number of requests, seconds or tokens."""
     cost: Money
-    """What the organization pays for them. 0 for rented replicas, which have no cost at Weir."""
+    """Cost of this usage to the organization. 0 for rented replicas, for which Weir charges
+    nothing."""
     amount: Money
     """What the end user is charged, exact to the pico."""
     resale_price_version: int = 0
