@@ -33,8 +33,8 @@ from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import request_fault
 from inference.text.tokenizer import Tokenizer
 from inference.workers.child import EXIT_LOAD_FAILED, EXIT_PROTOCOL_BROKEN, Inbox, serve_parent
-from inference.workers.process import FAMILY
 from inference.workers.protocol import (
+    FAMILY,
     CancelSequence,
     Event,
     LoadFailed,
@@ -44,7 +44,6 @@ from inference.workers.protocol import (
     Ready,
     Shutdown,
     StartSequence,
-    StepReport,
     decoder_to_worker,
 )
 
@@ -206,7 +205,7 @@ class TensorRtWorker:
     def _flush(self) -> None:
         self._flushing = False
         events, self._unsent = self._unsent, []
-        self._send(StepReport(events, self._queue.statistics()))
+        self._inbox.report(events, self._queue.statistics())
 
     async def _beat(self) -> None:
         while True:

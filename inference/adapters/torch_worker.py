@@ -1,9 +1,9 @@
 """Engine worker: `python -m inference.adapters.torch_worker --fd N`, a child process that holds one
 model.
 
-Two threads. The main thread loads the model, reads messages from the socket and runs the steps,
-including all torch calls. The other tells the parent how long the current step runs, waits for the
-end of the connection and then exits the process at once, even during loading or a step, since no
+Two threads. The main thread loads the model, reads messages from the sockets and runs the steps,
+including all torch calls. The other tells the api processes how long the current step runs, waits
+for the end of their connections and then exits the process, even during loading or a step, since no
 state needs saving. It therefore starts before torch is imported.
 """
 
@@ -43,7 +43,6 @@ from inference.workers.protocol import (
     Ready,
     Shutdown,
     StartSequence,
-    StepReport,
     decoder_to_worker,
 )
 
@@ -130,7 +129,7 @@ class TorchWorker:
         self._steps.begin()
         events += searches.step() if searches.running else core.step()
         self._steps.end()
-        self._inbox.send(StepReport(events, core.statistics()))
+        self._inbox.report(events, core.statistics())
 
     def _handle(self, searches: BeamSearches, message: Message | Compiled) -> None:
         core = searches.core

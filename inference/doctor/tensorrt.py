@@ -19,8 +19,8 @@ from inference.adapters.tensorrt_engine import load_message
 from inference.adapters.tensorrt_settings import LoadTensorRt, TensorRtSettings
 from inference.doctor.findings import Observation, Verdict, needed
 from inference.doctor.tensorrt_questions import Observed, program
-from inference.workers.process import FAMILY, open_worker
-from inference.workers.protocol import LoadFailed, Message, Ready, decoder_to_parent
+from inference.workers.process import open_worker
+from inference.workers.protocol import FAMILY, LoadFailed, Message, Ready, decoder_to_parent
 
 QUESTIONS = "inference.doctor.tensorrt_questions"
 WORKER = "inference.adapters.tensorrt_worker"

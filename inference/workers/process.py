@@ -21,6 +21,7 @@ from typing import cast
 
 from common.processes import inherited, started_with
 from inference.workers.protocol import (
+    FAMILY,
     Message,
     MessageDecoder,
     decoder_to_parent,
@@ -34,8 +35,6 @@ REAP_TIMEOUT_S = 5.0
 # Limit for the kernel to end the processes that a child started: freeing GPU memory takes seconds.
 FAMILY_TIMEOUT_S = 30.0
 POLL_S = 0.02
-# Environment variable of a child with a value of its own, which all processes started by it inherit
-FAMILY = "WEIR_WORKER_FAMILY"
 LOG_TAIL_BYTES = 4096
 _log = logging.getLogger("weir.inference.workers")
 # Environment variables that C libraries read before main, so the child cannot set them. The

@@ -3,10 +3,11 @@
 Independent of engines: each kind of worker adds its own messages with `decoder_to_worker` and
 `decoder_to_parent`.
 
-The transport is a socket pair that the child inherits. A message is 4 bytes of length, big-endian,
-then msgpack. The worker sends one `StepReport` per engine step with all its events; the parent
-sends requests and cancellations. Either side takes the end of the stream as the other's death. No
-torch, no asyncio: both sides import this.
+The transport is a socket pair that the child inherits; after `Listen`, other API processes connect
+too, each with numbers of its own. A message is 4 bytes of length, big-endian, then msgpack. The
+worker sends one `StepReport` per engine step with all events of a connection; the parent sends
+requests and cancellations. Either side takes the end of the stream as the other's death. No torch,
+no asyncio: both sides import this.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from inference.engine import EngineStatistics, GenerationRequest, SequenceEvent,
 
 MESSAGE_BYTES_MAX = 64 << 20  # bytes: a prompt of 10 million tokens; more means a broken peer
 LENGTH_PREFIX = struct.Struct(">I")
+# Environment variable of a worker with a value of its own, which all processes started by it
+# inherit.
+FAMILY = "WEIR_WORKER_FAMILY"
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):
@@ -29,7 +33,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StartSequence(Message, tag="start", frozen=True):
-    """Command to run a sequence. `number` is the parent's handle for it, higher for each sequence.
+    """Command to run a sequence. `number` is the sender's handle for it, higher for each sequence.
 
     `sent_at_s` is on the monotonic clock, which all processes of a machine share.
     """
@@ -46,7 +50,35 @@ class CancelSequence(Message, tag="cancel", frozen=True):
 
 
 class Shutdown(Message, tag="shutdown", frozen=True):
-    """Command to cancel everything, report it, and exit."""
+    """Command to cancel all sequences of the sender and report it, and to exit if no other API
+    process is connected; else only to close the connection.
+    """
+
+
+class Listen(Message, tag="listen", frozen=True):
+    """Command to serve other API processes too. The first message, if it is sent.
+
+    With it come two open files: a listening socket, and the lock that is held as long as the worker
+    runs.
+    """
+
+
+class Joined(Message, tag="joined", frozen=True):
+    """First message to an API process that did not start the worker: process id, and its `FAMILY`
+    (see `process.py`).
+    """
+
+    pid: int
+    family: str
+
+
+class CachedBlocks(Message, tag="cached_blocks", frozen=True):
+    """Hashes of blocks that a sequence has left in the prefix cache, see `PrefixHint`.
+
+    An API process sends them, and the worker forwards them to the others.
+    """
+
+    keys: list[int]
 
 
 class Loading(Message, tag="loading", frozen=True):
@@ -145,9 +177,9 @@ class MessageDecoder:
 
 def decoder_to_worker(*own: type[Message]) -> MessageDecoder:
     """Build a worker's decoder. `own` are the messages of its kind, including the first one."""
-    return MessageDecoder(StartSequence, CancelSequence, Shutdown, *own)
+    return MessageDecoder(StartSequence, CancelSequence, Shutdown, Listen, CachedBlocks, *own)
 
 
 def decoder_to_parent(*own: type[Message]) -> MessageDecoder:
     """Build the decoder of a worker's parent. `own` are messages that only this kind sends."""
-    return MessageDecoder(Loading, Ready, LoadFailed, Pulse, StepReport, *own)
+    return MessageDecoder(Loading, Ready, LoadFailed, Pulse, StepReport, Joined, CachedBlocks, *own)

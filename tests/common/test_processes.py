@@ -10,7 +10,8 @@ import pytest
 
 from common.processes import inherited
 from inference.safety import classifiers
-from inference.workers.process import CHILD_ENVIRONMENT, FAMILY, SPARE_MODULE, open_worker
+from inference.workers.process import CHILD_ENVIRONMENT, SPARE_MODULE, open_worker
+from inference.workers.protocol import FAMILY
 
 pytestmark = pytest.mark.usefixtures("executed_workers")
 

@@ -27,7 +27,7 @@ from api.core.settings import Settings
 from api.core.statuses import KINDS, reason_of
 from api.openai.error_responses import FAULT_REASONS, error_response
 from common.settings import settings_of
-from inference.workers.process import FAMILY
+from inference.workers.protocol import FAMILY
 from infra import reference
 from metering.export.export_settings import (
     Collection,
