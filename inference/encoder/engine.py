@@ -207,7 +207,7 @@ class TorchEncoder(SupervisedBackend):
         self._worker.send(Shutdown())
 
     def _kill(self) -> None:
-        self._worker.kill()
+        self._worker.leave()
 
     def _owes_answers(self) -> bool:
         return bool(self._queue.under_way_count)

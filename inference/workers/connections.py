@@ -105,4 +105,5 @@ def is_own(end: socket.socket) -> bool:
     if not hasattr(socket, "SO_PEERCRED"):
         return True  # the directory is private
     credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(credentials)[1] == os.getuid()
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return bool(user == os.getuid())

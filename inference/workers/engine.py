@@ -269,7 +269,7 @@ class WorkerEngine(SupervisedEngine):
         self._worker.send(Shutdown())
 
     def _kill(self) -> None:
-        self._worker.kill()
+        self._worker.leave()
 
     def _send_start(self, sequence: EngineSequence) -> None:
         if len(self._sequences) == 1:

@@ -1,7 +1,8 @@
 """Worker processes with a socket: start, messages, end; spare workers for fast starts.
 
 Owns the process and the socket, and releases both on every path. The child sees the socket's end
-when this process dies for any reason.
+when this process dies for any reason. A worker that is shared (`sharing.py`) is only ended by its
+last user.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import cast
+from typing import Protocol, cast
 
 from common.processes import inherited, started_with
 from inference.workers.protocol import (
     FAMILY,
+    Joined,
+    Listen,
     Message,
     MessageDecoder,
     decoder_to_parent,
@@ -76,6 +79,8 @@ async def start_process(
         stdout=asyncio.subprocess.DEVNULL,
         stderr=log_fd,
         env=environment,
+        # It may outlive this process and what ends its session, if others use it.
+        start_new_session=True,
     )
 
 
@@ -96,16 +101,79 @@ class LogTail(asyncio.Protocol):
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, data)
 
 
+class Users(Protocol):
+    """Interface of a shared replica for its worker process, see `SharedReplica`."""
+
+    def is_last(self) -> bool:
+        """Return whether no other process uses the replica."""
+
+    def worker_pid(self) -> int:
+        """Return the process id of the worker; 0 without one."""
+
+
+class OtherProcess:
+    """Worker that another process started, with the methods of `asyncio.subprocess.Process` that
+    are used here. Its exit status cannot be known.
+    """
+
+    returncode: int | None = None
+
+    def __init__(self) -> None:
+        """Know nothing of the process before `identify`."""
+        self.pid = 0
+        self._fd: int | None = None
+
+    def identify(self, pid: int) -> None:
+        """Watch the process, while its connection or its lock shows that it runs."""
+        with contextlib.suppress(OSError):  # it has just ended
+            self._fd = os.pidfd_open(pid)
+        self.pid = pid
+
+    def kill(self) -> None:
+        """Kill the process, if it still runs."""
+        if self._fd is not None:
+            signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+
+    async def wait(self) -> int:
+        """Wait until the process ends, if it is known."""
+        if self._fd is not None:
+            loop, ended = asyncio.get_running_loop(), asyncio.Event()
+            loop.add_reader(self._fd, ended.set)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(self._fd)
+        return 0
+
+    def close(self) -> None:
+        """Stop watching the process."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
 class WorkerProcess(asyncio.Protocol):
-    """Running child process, with the parent's end of its socket. Created by `open_worker`."""
+    """Running worker, with this process's end of its socket. Created by `open_worker`, or for a
+    worker that runs already by `SharedReplica.open`.
+    """
 
     def __init__(
-        self, process: asyncio.subprocess.Process, family: str, log: LogTail | None = None
+        self,
+        process: asyncio.subprocess.Process | OtherProcess,
+        family: str,
+        log: LogTail | None = None,
+        *,
+        users: Users | None = None,
     ) -> None:
-        """Wrap a process. `family` is its value of `FAMILY`; `log` is None if no log is kept."""
+        """Wrap a process. `family` is its value of `FAMILY`; `log` is None if no log is kept.
+        `users` is None if this process alone uses it.
+        """
         self._process = process
         self._family = family
         self._log = log
+        self._users = users
+        self._is_last: bool | None = None  # unknown before it is asked for
+        self.is_unneeded = False  # the engine is closed; its last user ends the worker
         self._transport: asyncio.Transport
         self._received = bytearray()
         self._bodies: deque[bytes] = deque()  # messages not received yet
@@ -165,28 +233,79 @@ class WorkerProcess(asyncio.Protocol):
         if self._fault is not None:
             raise self._fault
 
+    @property
+    def is_joining(self) -> bool:
+        """True until a worker that another process started has accepted the connection."""
+        return isinstance(self._process, OtherProcess) and not self._process.pid
+
+    def joined(self, message: Joined) -> None:
+        """Record which process has accepted the connection."""
+        if isinstance(self._process, OtherProcess):
+            self._process.identify(message.pid)
+            self._family = message.family
+
+    def share(self, users: Users, *files: int) -> None:
+        """Let the worker serve other processes too, before any other message. See `Listen`."""
+        self._users = users
+        with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as end:
+            socket.send_fds(end, [encode(Listen())], files)
+
     def kill(self) -> None:
-        """Kill the child without waiting for its end."""
+        """Kill the worker, whoever uses it, without waiting for its end."""
+        if self.is_joining and self._users is not None and (pid := self._users.worker_pid()):
+            self.joined(Joined(pid, ""))
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
+    def leave(self) -> None:
+        """End the use of the worker at once: kill it, or close the connection if it is shared."""
+        self.is_unneeded = True
+        if self._users is None:
+            self.kill()
+        else:
+            self._transport.abort()
+
     async def wait_gone(self, timeout_s: float) -> None:
-        """Wait for the child to exit, and kill it after `timeout_s` seconds."""
+        """Wait for the worker to exit, and kill it after `timeout_s` seconds if it may be ended.
+
+        One that is left to others is not waited for.
+        """
+        if self.is_unneeded and not self._may_end():
+            return
         try:
             async with asyncio.timeout(timeout_s):
                 await self._process.wait()
         except TimeoutError:
+            if not self._may_end():
+                return
             self.kill()
             async with asyncio.timeout(REAP_TIMEOUT_S):
                 await self._process.wait()
 
     async def give_back(self) -> None:
-        """Close the socket, kill the child, reap it, and end all processes that it started."""
-        self._transport.close()
-        self.kill()
-        await self.wait_gone(REAP_TIMEOUT_S)
+        """Close the socket. If the worker may be ended, kill it, reap it, and end all processes
+        that it started.
+        """
+        if self._users is None:
+            self._transport.close()
+        else:
+            self._transport.abort()  # a worker that does not read would hold it open
+        if self._may_end():
+            self.kill()
+            await self.wait_gone(REAP_TIMEOUT_S)
         await self._gone.wait()
-        await end_family(self._family)
+        if self._family and self._may_end():
+            await end_family(self._family)
+        if isinstance(self._process, OtherProcess):
+            self._process.close()
+
+    def _may_end(self) -> bool:
+        """Return whether the worker is this process's to end: no other one uses it."""
+        if self._users is None:
+            return True
+        if self._is_last is None and self.is_unneeded:
+            self._is_last = self._users.is_last()
+        return self._is_last is True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Implement `asyncio.Protocol`."""
@@ -253,6 +372,11 @@ async def open_worker(
         yield await stack.enter_async_context(opened)
 
 
+def set_buffers(end: socket.socket) -> None:
+    """Set the size of a socket's buffer for a busy reader."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+
+
 @contextlib.asynccontextmanager
 async def _open_log() -> AsyncIterator[tuple[LogTail, int]]:
     read_fd, write_fd = os.pipe()
@@ -278,7 +402,7 @@ async def _open_process(
     parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         for end in (parent_end, child_end):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+            set_buffers(end)
         parent_end.setblocking(False)
         process = await start_process(module, child_end.fileno(), variables, log_fd, python)
     except BaseException:

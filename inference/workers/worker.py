@@ -16,6 +16,7 @@ from typing import Protocol
 from inference.engine import EngineState
 from inference.workers.process import COMMON_MESSAGES, WorkerOpener, WorkerProcess, open_worker
 from inference.workers.protocol import (
+    Joined,
     LoadFailed,
     Loading,
     Message,
@@ -28,6 +29,7 @@ from inference.workers.supervised_backend import RestartPolicy, SupervisedBacken
 
 LOG_LINES = 20  # in the report of a load that is given up
 _log = logging.getLogger("weir.inference.workers")
+RETRY_S = 0.02  # after a worker that ended as this process connected to it
 WATCH_INTERVAL_S = 0.5  # between two polls of a watchdog
 POLL_LATE_S = 0.5  # of a poll that judges nothing
 PULSE_LOST_S = 3.0  # three pulses
@@ -199,16 +201,19 @@ class Worker:
         """Process id of the worker; None without one."""
         return None if self.process is None else self.process.pid
 
-    def kill(self) -> None:
-        """Kill the worker, if there is one."""
+    def leave(self) -> None:
+        """End the use of the worker at once, if there is one. If no other process uses it, it is
+        killed.
+        """
         if self.process is not None:
-            self.process.kill()
+            self.process.leave()
 
     async def run(self) -> str:
         """Start a worker, load the model, and serve until it ends; return the reason of its end."""
         self._hung = False
         log_lines: list[str] = []
-        reason = await self._run(log_lines)
+        while (reason := await self._run(log_lines)) is None:  # noqa: ASYNC110  # another process
+            await asyncio.sleep(RETRY_S)
         if (
             self._supervised.is_closing
             or self._supervised.condition().state is not EngineState.LOADING
@@ -227,23 +232,32 @@ class Worker:
             self._supervised.cannot_start(f"{reason}: see the log of the server")
         return reason
 
-    async def _run(self, log_lines: list[str]) -> str:
-        """Implement `run` without counting. `log_lines` receives the end of the worker's log."""
+    async def _run(self, log_lines: list[str]) -> str | None:
+        """Implement `run` without counting. `log_lines` receives the end of the worker's log.
+
+        Return None if the worker of another process ended as this one connected.
+        """
         try:
             async with self._kind.opener(self._kind.module, self._kind.environment) as process:
-                if self._supervised.is_closing:
-                    return "the engine was closed"  # during the start: `close` could not kill it
+                if self._supervised.is_closing:  # during the start: `close` could not end it
+                    process.is_unneeded = True
+                    return "the engine was closed"
                 self.process, self.send = process, process.send
                 try:
                     await self._load(process)
+                    if process.is_joining and not self._supervised.is_closing:
+                        return None
                     if self._supervised.condition().state is not EngineState.FAILED:
                         await process.follow(self._kind.decoder, self._on_message)
                     return await self._exit_reason(process)
                 except TimeoutError:
+                    process.kill()
                     return f"loading took more than {self._waits.load_timeout_s:.0f} s"
                 except ProtocolBroken as error:
+                    process.kill()
                     return f"the engine process broke the protocol: {error}"
                 finally:
+                    process.is_unneeded = self._is_unneeded()
                     log_lines += process.log_lines(LOG_LINES)
                     self.process, self.send = None, _discard
                     self._supervised.unreachable()
@@ -257,6 +271,8 @@ class Worker:
         async with asyncio.timeout(self._waits.load_timeout_s):
             while self._supervised.condition().state is EngineState.LOADING:
                 match await process.receive(self._kind.decoder):
+                    case Joined() as joined:
+                        process.joined(joined)
                     case Loading(stage=stage, fraction=fraction):
                         self._supervised.loading(stage, fraction)
                     case Ready() as ready:
@@ -274,6 +290,7 @@ class Worker:
         condition = self._supervised.condition()
         if condition.state is EngineState.FAILED:
             return condition.reason
+        process.is_unneeded = self._is_unneeded()
         await process.wait_gone(self._waits.close_timeout_s)
         if self._hung:
             return "the engine process hung and was killed"
@@ -282,7 +299,13 @@ class Worker:
                 "the engine process was killed by SIGKILL, probably by the system because it ran"
                 " out of memory"
             )
+        if process.exit_status is None:  # another process started it
+            return "the engine process ended"
         return f"the engine process exited with status {process.exit_status}"
+
+    def _is_unneeded(self) -> bool:
+        failed = self._supervised.condition().state is EngineState.FAILED
+        return self._supervised.is_closing or failed
 
     def _kill_hanging(self, silence_s: float) -> None:
         """Kill a worker that owes answers, or shows no sign of life, as if it had crashed."""

@@ -1,0 +1,217 @@
+"""Workers that several processes share: one per replica, whoever starts, leaves, dies or intrudes.
+
+Engines of one process stand for those of several: they know each other through the directory only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from bench import engine_streams as streams
+from common.processes import alive
+from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
+from inference.engine import EngineState
+from inference.errors import EngineFailed
+from inference.workers.process import open_worker
+from inference.workers.protocol import (
+    CancelSequence,
+    StartSequence,
+    encode,
+)
+from inference.workers.sharing import DirectoryUnusable, EngineDirectory
+from tests.inference.checkpoints import TinyCheckpoint
+from tests.inference.running import make_request
+from tests.inference.worker_engines import (
+    WAIT_S,
+    first_tokens,
+    prompt,
+    read_all,
+    run,
+    served,
+    settings_for,
+    until,
+)
+
+
+def shared(
+    directory: EngineDirectory, settings: TorchEngineSettings, name: str = "tiny#0"
+) -> TorchEngine:
+    """Build the engine of one api process."""
+    return TorchEngine(settings, directory.replica(name, settings).opener(open_worker))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> EngineDirectory:
+    return EngineDirectory(tmp_path / "engines")
+
+
+@contextlib.asynccontextmanager
+async def two(
+    directory: EngineDirectory, settings: TorchEngineSettings
+) -> AsyncIterator[tuple[TorchEngine, TorchEngine]]:
+    first, second = (shared(directory, settings) for _ in range(2))
+    async with served(first), served(second):
+        yield first, second
+
+
+async def test_two_processes_share_one_worker_and_each_gets_its_own_tokens(
+    directory: EngineDirectory, tiny: TinyCheckpoint
+) -> None:
+    requests = [make_request(prompt(number), 20) for number in range(12)]
+    async with served(shared(directory, settings_for(tiny), "alone")) as alone:
+        expected = [(await run(alone, each)).token_ids for each in requests]
+    async with two(directory, settings_for(tiny)) as engines:
+        assert engines[0].worker_pid == engines[1].worker_pid
+
+        outcomes = await asyncio.gather(
+            *(run(engine, request) for engine in engines for request in requests)
+        )
+
+    assert [each.token_ids for each in outcomes] == 2 * expected
+
+
+async def test_processes_with_other_settings_have_another_worker(
+    directory: EngineDirectory, tiny: TinyCheckpoint
+) -> None:
+    one = shared(directory, settings_for(tiny))
+    other = shared(directory, settings_for(tiny, running_sequence_count_max=2))
+    async with served(one), served(other):
+        assert one.worker_pid != other.worker_pid
+
+
+async def test_the_worker_stays_until_the_last_process_leaves(
+    directory: EngineDirectory, tiny: TinyCheckpoint
+) -> None:
+    """The process that started it leaves first, in the middle of the other one's stream."""
+    starter, other = (shared(directory, settings_for(tiny)) for _ in range(2))
+    async with served(other, started=False):
+        async with served(starter):
+            pid = starter.worker_pid
+            assert pid is not None
+            await other.start()
+            async with streams.stream(other, make_request(prompt(1), 100)) as stream:
+                await first_tokens(stream, 2)
+                async with streams.stream(starter, make_request(prompt(2), 100)) as ended:
+                    await first_tokens(ended, 2)
+                    await starter.close()
+                outcome = await read_all(stream)
+        assert len(outcome.token_ids) == 98
+        assert other.worker_pid == pid
+        assert alive(pid)
+    assert not alive(pid)
+
+
+async def test_eight_starts_at_once_make_one_worker(
+    directory: EngineDirectory, tiny: TinyCheckpoint
+) -> None:
+    for _ in range(3):
+        engines = [shared(directory, settings_for(tiny)) for _ in range(8)]
+        async with contextlib.AsyncExitStack() as stack:
+            for each in engines:
+                await stack.enter_async_context(served(each, started=False))
+            async with asyncio.timeout(WAIT_S):
+                await asyncio.gather(*(each.start() for each in engines))
+            pids = {each.worker_pid for each in engines}
+            outcomes = await asyncio.gather(
+                *(run(each, make_request(prompt(1), 5)) for each in engines)
+            )
+        assert len(pids) == 1
+        assert len({tuple(each.token_ids) for each in outcomes}) == 1
+        assert not any(alive(pid or 0) for pid in pids)
+
+
+async def test_a_killed_worker_is_replaced_by_one(
+    directory: EngineDirectory, tiny: TinyCheckpoint
+) -> None:
+    async with two(directory, settings_for(tiny)) as (first, second):
+        pid = first.worker_pid
+        assert pid is not None
+        async with (
+            streams.stream(first, make_request(prompt(1), 200)) as one,
+            streams.stream(second, make_request(prompt(2), 200)) as other,
+        ):
+            await first_tokens(one, 2)
+            await first_tokens(other, 2)
+            os.kill(pid, signal.SIGKILL)
+            for stream in (one, other):
+                with pytest.raises(EngineFailed):
+                    await read_all(stream)
+        await asyncio.gather(first.start(), second.start())
+
+        assert first.worker_pid == second.worker_pid != pid
+        assert len((await run(second, make_request(prompt(1), 5))).token_ids) == 5
+
+
+async def test_a_stranger_does_no_harm(directory: EngineDirectory, tiny: TinyCheckpoint) -> None:
+    """Garbage, half messages, requests without a model, and more connections than are allowed."""
+    rng = random.Random(3)
+    start = encode(StartSequence(0, make_request(prompt(1), 50)))
+    sent = [
+        rng.randbytes(1000),
+        b"\xff" * 8,
+        start,
+        start[:-3],
+        encode(CancelSequence(0)),
+        b"",
+        b"\x00\x00\x00\x00",
+    ]
+    async with two(directory, settings_for(tiny)) as (first, second):
+        pid = first.worker_pid
+        [path] = directory.path.glob("*.sock")
+        with contextlib.ExitStack() as intruders:
+            async with streams.stream(first, make_request(prompt(1), 200)) as stream:
+                await first_tokens(stream, 2)
+                for number in range(120):
+                    end = intruders.enter_context(socket.socket(socket.AF_UNIX))
+                    end.setblocking(False)
+                    with contextlib.suppress(OSError):
+                        end.connect(directory.address(path.name))
+                        end.send(sent[number % len(sent)])
+                outcome = await read_all(stream)
+            assert len(outcome.token_ids) == 198
+            assert len((await run(second, make_request(prompt(2), 5))).token_ids) == 5
+            late = shared(directory, settings_for(tiny))
+            async with served(late):
+                assert {late.worker_pid, first.worker_pid, second.worker_pid} == {pid}
+
+
+async def test_a_worker_is_found_again_after_its_process_was_killed(
+    directory: EngineDirectory, tiny: TinyCheckpoint
+) -> None:
+    """The end of the connection without a farewell is what a killed process leaves."""
+    killed = shared(directory, settings_for(tiny))
+    async with served(killed):
+        pid = killed.worker_pid
+        process = killed._worker.process
+        assert process is not None
+        assert process._users is not None
+        await until(lambda: killed.condition().state is EngineState.READY)
+        process._transport.abort()
+        await until(lambda: not killed.healthy())
+        await killed.start()
+
+        assert killed.worker_pid == pid
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a directory away")
+    os.chown(tmp_path, 12345, 12345)
+
+    with pytest.raises(DirectoryUnusable, match="belongs to another user"):
+        EngineDirectory(tmp_path)
+
+
+def test_only_the_owner_reads_the_directory(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+
+    assert EngineDirectory(tmp_path).path.stat().st_mode & 0o777 == 0o700
