@@ -487,6 +487,21 @@ class Settings:
     issuer: IssuerSettings = field(default_factory=IssuerSettings)
 
     @property
+    def engine_directory(self) -> Path:
+        """Directory of the engine workers of this machine."""
+        return (
+            Path(self.engine.directory).expanduser()
+            if self.engine.directory
+            else (self.home / "engines")
+        )
+
+    @property
+    def packed_directory(self) -> Path:
+        """Directory of packed weights: the same for all processes that share engine workers."""
+        shared = self.engine_directory if self.engine.directory else self.home
+        return shared / "packed"
+
+    @property
     def journal_directory(self) -> Path:
         """Directory of this machine's usage journals."""
         return self.home / "journal"

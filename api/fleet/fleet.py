@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
 import grpc
@@ -68,7 +68,8 @@ from inference.routing.replica import BreakerLimits, Replica
 from inference.routing.replica_set import ReplicaSet
 from inference.routing.router import VERSION_MARK, Catalog, Share
 from inference.routing.scaling import ScaledReplicaSet, Scaler
-from inference.workers.process import WorkerOpener, open_worker
+from inference.workers.process import Sharing, WorkerOpener, open_worker
+from inference.workers.sharing import DirectoryUnusable, EngineDirectory
 
 log = structlog.get_logger(__name__)
 
@@ -121,18 +122,27 @@ def memory_of_gpus(ids: Sequence[str]) -> dict[str, int]:
     return {each: gpu.memory_bytes for each, gpu in found.items()}
 
 
-# Factory of an engine that is not started, from the environment of its worker, read at each start.
-Build = Callable[[Mapping[str, str]], Engine]
+class Build(Protocol):
+    """Factory of an engine that is not started."""
+
+    def __call__(
+        self, environment: Mapping[str, str], share: Sharing = lambda start: start, /
+    ) -> Engine:
+        """Build the engine. `environment` is that of its worker, read at each start; `share` turns
+        the opener of its worker into one that shares it with other processes.
+        """
 
 
 class EnginePlan(NamedTuple):
     """Factory of an engine, with the resources that the engine needs.
 
-    `memory_bytes` is for the whole engine. `gpu_count` is the number of GPUs for its exclusive use,
-    `shard_count` how many of them split the weights. Both are 0 without GPUs.
+    `settings` are all that its workers differ in. `memory_bytes` is for the whole engine.
+    `gpu_count` is the number of GPUs for its exclusive use, `shard_count` how many of them split
+    the weights. Both are 0 without GPUs.
     """
 
     build: Build
+    settings: object
     memory_bytes: int
     gpu_count: int = 0
     shard_count: int = 0
@@ -158,25 +168,34 @@ def engine_plan(
                     f"WEIR_FLEET: model {name!r}: engine_config: {error}"
                 ) from error
 
-            def build(environment: Mapping[str, str]) -> Engine:
-                return TensorRtEngine(replace(tensorrt, environment=environment))
+            def build(
+                environment: Mapping[str, str], share: Sharing = lambda start: start, /
+            ) -> Engine:
+                return TensorRtEngine(replace(tensorrt, environment=environment), share)
 
-            weights_bytes = stored_bytes(directory)
-            return EnginePlan(build, weights_bytes, tensorrt.gpu_count, tensorrt.shard_count)
+            return EnginePlan(
+                build,
+                tensorrt,
+                stored_bytes(directory),
+                tensorrt.gpu_count,
+                tensorrt.shard_count,
+            )
         case "torch" | "simulated":
             own = settings.having(engine_device="simulated") if kind == "simulated" else settings
             torch = torch_settings(own, name, directory)
+
+            def build_torch(
+                environment: Mapping[str, str], share: Sharing = lambda start: start, /
+            ) -> Engine:
+                return TorchEngine(replace(torch, environment=environment), share(opener))
+
             if torch.simulation is not None:
                 # Simulated engines have neither weights nor a KV cache.
-                return EnginePlan(lambda _: TorchEngine(torch, opener), HOST_BYTES)
+                return EnginePlan(build_torch, torch, HOST_BYTES)
             on_gpu = torch.device == "cuda"
             kv_cache_bytes = 0 if on_gpu else torch.kv_cache_bytes or 0
             memory_bytes = torch_memory_bytes(directory, torch.compute_dtype, kv_cache_bytes)
-
-            def build_torch(environment: Mapping[str, str]) -> Engine:
-                return TorchEngine(replace(torch, environment=environment), opener)
-
-            return EnginePlan(build_torch, memory_bytes, int(on_gpu))
+            return EnginePlan(build_torch, torch, memory_bytes, int(on_gpu))
     raise SettingInvalid(
         f"WEIR_FLEET: {name!r} has `engine: {kind}`, which this version of Weir cannot run"
     )
@@ -246,7 +265,7 @@ def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngin
         raise SettingInvalid(
             "WEIR_ENGINE_DTYPE='int8': has no kernels on WEIR_ENGINE_DEVICE=cuda: set bfloat16"
         )
-    packed = PackedTarget(str(settings.home / "packed"), settings.engine.packed_weights_bytes)
+    packed = PackedTarget(str(settings.packed_directory), settings.engine.packed_weights_bytes)
     return TorchEngineSettings(
         directory=directory,
         name=name,
@@ -559,6 +578,7 @@ class ReplicaBuilder:
         self.managed: list[Resident] = []
         self._settings = settings
         self._opener = opener
+        self._directory: EngineDirectory | None = None  # of the workers, if there are any
 
     def build_set(self, model: FleetModel, version: FleetVersion, served: str) -> ReplicaSet:
         """Build the replicas of one version. Raises: CheckpointInvalid, SettingInvalid."""
@@ -681,7 +701,9 @@ class ReplicaBuilder:
             terms = ManagedTerms(
                 self._idle_timeout_s(version), needs, partial(assign_gpus, environment)
             )
-            managed = ManagedEngine(partial(plan.build, environment), terms, self.budget)
+            shared = self._engine_directory().replica(f"{served}#{index}", plan.settings)
+            build = partial(plan.build, environment, shared.opener)
+            managed = ManagedEngine(build, terms, self.budget)
             self.managed.append(managed)
             replicas.append(
                 Replica(
@@ -692,3 +714,16 @@ class ReplicaBuilder:
                 )
             )
         return replicas
+
+    def _engine_directory(self) -> EngineDirectory:
+        """Open the directory of this machine's workers. Raises: SettingInvalid."""
+        if self._directory is None:
+            path = self._settings.engine_directory
+            try:
+                self._directory = EngineDirectory(path)
+            except (DirectoryUnusable, OSError) as error:
+                raise SettingInvalid(
+                    f"WEIR_ENGINE_DIRECTORY={str(path)!r}: {error}; name a directory on a local"
+                    " disk that only this user can write"
+                ) from error
+        return self._directory

@@ -17,7 +17,7 @@ from inference.engine import EventSink, GenerationRequest, ModelInfo
 from inference.errors import RequestImpossible
 from inference.limits import EngineLimits, external_continuation_fault
 from inference.workers.engine import EngineSequence, WorkerEngine
-from inference.workers.process import open_worker
+from inference.workers.process import Sharing, open_worker
 from inference.workers.protocol import Message, decoder_to_parent
 from inference.workers.worker import WorkerKind
 
@@ -59,8 +59,9 @@ class TensorRtEngine(WorkerEngine):
 
     loss_message = "TensorRT-LLM has failed; operators find the reason in the log"
 
-    def __init__(self, settings: TensorRtSettings) -> None:
-        """Read the checkpoint's configuration without starting a process.
+    def __init__(self, settings: TensorRtSettings, share: Sharing = lambda start: start) -> None:
+        """Read the checkpoint's configuration without starting a process. `share` lets other
+        processes use the worker too.
 
         Raises CheckpointInvalid, or ValueError for contradictory limits.
         """
@@ -71,7 +72,7 @@ class TensorRtEngine(WorkerEngine):
             settings.environment,
             load,
             settings.options.block_tokens,
-            functools.partial(open_worker, keeps_log=True, python=settings.python),
+            share(functools.partial(open_worker, keeps_log=True, python=settings.python)),
             decoder_to_parent(KvCacheChange),
             LOAD_FAILURE_COUNT_MAX,
         )

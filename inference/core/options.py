@@ -64,6 +64,10 @@ class EngineDefaults:
     dtype: Literal["auto", "float32", "bfloat16", "int8"] = setting(
         "WEIR_ENGINE_DTYPE", "auto", one_of("auto", "float32", "bfloat16", "int8")
     )
+    # Where api processes of this machine find the engine workers that they share. Unset: `engines`
+    # in WEIR_HOME, for this process alone. If set, packed weights are there too. Only its owner can
+    # use it.
+    directory: str = setting("WEIR_ENGINE_DIRECTORY", "", str)
     # Device of the torch backend. `simulated` computes nothing and takes the time of a GPU, for
     # load tests; every answer says so.
     device: Literal["cpu", "cuda", "simulated"] = setting(

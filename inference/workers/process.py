@@ -86,6 +86,8 @@ async def start_process(
 
 # Source of worker processes, such as `open_worker`.
 WorkerOpener = Callable[[str, Mapping[str, str]], AbstractAsyncContextManager["WorkerProcess"]]
+# Turns an opener into one that shares its workers, such as `SharedReplica.opener`.
+Sharing = Callable[[WorkerOpener], WorkerOpener]
 
 
 class LogTail(asyncio.Protocol):

@@ -103,15 +103,14 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Return an engine that is just its settings."""
     monkeypatch.setattr("api.fleet.fleet.torch_memory_bytes", lambda *_: 0)
     monkeypatch.setattr("api.fleet.fleet.TorchEngine", lambda settings, opener: settings)
-    monkeypatch.setattr("api.fleet.fleet.TensorRtEngine", lambda settings: settings)
+    monkeypatch.setattr("api.fleet.fleet.TensorRtEngine", lambda settings, share: settings)
 
 
 def built(settings: Settings) -> Any:
     """Return the engine of the model that `WEIR_MODELS` calls `a`."""
     assert settings.engine.backend != "remote"
     kind, directory = settings.engine.backend, settings.models.directories["a"]
-    build, *_ = engine_plan(settings, kind, "a", directory, open_worker)
-    return build({})
+    return engine_plan(settings, kind, "a", directory, open_worker).build({})
 
 
 @pytest.mark.parametrize(
@@ -184,14 +183,14 @@ def test_a_gpu_has_other_defaults() -> None:
     )
 
     on_cpu, on_gpu = built(cpu), built(gpu)
-    build, _, gpu_count, _ = engine_plan(gpu, "torch", "a", Path("/x"), open_worker)
+    plan = engine_plan(gpu, "torch", "a", Path("/x"), open_worker)
 
     assert (on_cpu.compute_dtype, on_cpu.kv_cache_bytes) == ("float32", 1 << 30)
     assert (on_gpu.compute_dtype, on_gpu.kv_cache_bytes) == ("bfloat16", None)
     assert on_gpu.step_token_count_max > on_cpu.step_token_count_max
     environment = {"CUDA_VISIBLE_DEVICES": "3"}
-    engine: Any = build(environment)
-    assert gpu_count == 1
+    engine: Any = plan.build(environment)
+    assert plan.gpu_count == 1
     assert engine.environment is environment
 
 
