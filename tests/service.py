@@ -42,6 +42,7 @@ from api.generation.delivery.output_buffer import OutputBuffer
 from api.generation.request.admission import Capacity
 from api.generation.request.registry import RequestRegistry
 from api.queue.fair_queue import QueueStatistics
+from common.processes import alive
 from inference.native import loader
 from inference.routing.replica_set import ReplicaSet
 from inference.text.tokenizer import Tokenizer
@@ -216,9 +217,19 @@ class Service:
 
     @property
     def worker_pid(self) -> int | None:
-        """Process id of the engine worker, the api process's only child."""
-        children = children_of(self.pid)
-        return children[0] if children else None
+        """Process id of the engine worker, which another process may have started."""
+        workers = self.worker_pids()
+        return workers[0] if workers else None
+
+    def worker_pids(self) -> list[int]:
+        """Read the process ids of the engine workers of the machine that this process uses."""
+        directory = self.settings.engine_directory
+        pids = []
+        for lock in sorted(directory.glob("*.lock")):
+            pid = json.loads(lock.read_text() or "{}").get("pid")
+            if pid is not None and alive(pid):
+                pids.append(pid)
+        return pids or children_of(self.pid)
 
     def spawn(self) -> None:
         """Start the process without waiting for it."""
