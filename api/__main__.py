@@ -21,12 +21,14 @@ from inference.workers.process import SpareWorkers
 def starts_torch(environment: Mapping[str, str]) -> bool:
     """Return True if this process is certain to load a model in a torch worker at startup.
 
-    Reads only a few variables: reading all settings takes half as long as all imports.
+    With a directory of shared workers another process may have loaded it. Reads only a few
+    variables: reading all settings takes half as long as all imports.
     """
     return (
         environment.get("WEIR_ENGINE", "torch") == "torch"
         and environment.get("WEIR_MIN_REPLICAS", "1") != "0"
         and not environment.get("WEIR_FLEET")
+        and not environment.get("WEIR_ENGINE_DIRECTORY")
     )
 
 

@@ -46,6 +46,16 @@ def up(
         bool,
         typer.Option("--detach", help="Run in the background once it serves; `weir down` ends it."),
     ] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            "--processes",
+            min=1,
+            max=64,
+            help="API processes that share the port and the engines. Unset: one less than the"
+            " cores, at most 4.",
+        ),
+    ] = None,
 ) -> None:
     """Run a complete Weir on this machine: database, API server, model and billing worker.
 
@@ -70,7 +80,7 @@ def up(
     from api.cli.stack import clear_failures, run_until_stopped
 
     with clear_failures():
-        asyncio.run(run_until_stopped(listen, home, role))
+        asyncio.run(run_until_stopped(listen, home, role, processes))
 
 
 def _end_left(home: Path) -> None:

@@ -28,6 +28,7 @@ from weir_cli.texts import printable
 
 from api.cli.guard import LOCK_FILE, AlreadyRunning, lock_home
 from api.core.endpoint import ConnectionFile, make_private, read_endpoint
+from common.processes import alive
 
 PROBE_TIMEOUT_S = 3.0
 POLL_S = 0.1
@@ -64,14 +65,19 @@ def print_status(home: Path, *, as_json: bool) -> bool:
     parts = found.get("parts", {})
     if as_json:
         document = {"home": str(home), "address": endpoint.address, "supervisor_pid": up}
-        print_json(document | {"pid": endpoint.pid, **found})
+        further = [each.pid for each in further_endpoints(home)]
+        print_json(document | {"pid": endpoint.pid, "further_pids": further, **found})
         return ready
     reasons = [*found.get("reasons", ()), *found.get("warnings", ())]
     rows = [("server", found["status"], "; ".join(reasons) or endpoint.address)]
     for name, part in parts.items():
         about = part.get("reason") or f"since {part['since'].replace('+00:00', 'Z')}"
         rows.append((name.replace("_", " ").replace("/", " "), part["state"], about))
-    processes = [f"api server {endpoint.pid}", *([f"`weir up` {up}"] if up else [])]
+    apis = [endpoint, *further_endpoints(home)]
+    processes = [
+        *(f"api server {each.pid}{'' if each.serving else ' (not ready)'}" for each in apis),
+        *([f"`weir up` {up}"] if up else []),
+    ]
     # The metadata of a checkout have no version: that of its commit is shown.
     running = found["version"] if found["version"] != "0.0.0" else installed_version()
     show(table("part", "state", "about", title=f"Weir {running} in {home}", rows=rows))
@@ -80,6 +86,12 @@ def print_status(home: Path, *, as_json: bool) -> bool:
         if url:
             note(f"{name}: {url}")
     return ready
+
+
+def further_endpoints(home: Path) -> list[ConnectionFile]:
+    """Read the connection files of the api processes beside the first that run."""
+    found = map(read_endpoint, sorted(home.glob("api-*/")))
+    return [each for each in found if each.pid and alive(each.pid)]
 
 
 def probed(endpoint: ConnectionFile) -> dict[str, Any]:
@@ -111,6 +123,8 @@ def fetched(url: str) -> bytes:
 def print_logs(home: Path, parts: Sequence[str], *, count: int, follow: bool) -> None:
     """Print the last lines of logs, then new ones until interrupted if `follow`."""
     paths = {name: home / LOGS[name] for name in parts or LOGS}
+    if "api" in paths:
+        paths |= {path.stem: path for path in sorted(home.glob("logs/api-*.log"))}
     found = {name: path for name, path in paths.items() if path.exists()}
     if not found:
         fail(f"there is no log in {home}: start a server with `weir up`, or give its --home")

@@ -27,7 +27,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -52,6 +52,7 @@ from api.core.endpoint import (
 from api.core.settings import Settings, listen_address
 from api.fleet.fleet_file import model_names
 from common.backoff import Backoff
+from common.cpus import usable_cpus
 from common.incidents import sole_cause
 from common.processes import alive, started_with
 from common.settings import SettingInvalid
@@ -107,6 +108,9 @@ ORPHAN_STOP_S = 5.0  # for processes of a killed `weir up` to finish, before the
 # Variable of all children with the home directory: finds those that a killed `weir up` left.
 STACK_HOME = "WEIR_STACK_HOME"
 STACK_PART = "WEIR_STACK_PART"  # with the home directory and the child's name: finds one of them
+# Api processes by default, on a machine with more cores; and those for which PostgreSQL's 100
+# connections are enough.
+PROCESSES_DEFAULT_MAX, EMBEDDED_PROCESSES_MAX = 4, 6
 STABLE_AFTER_S = 60.0  # of uptime: a process without a readiness file then counts as ready
 READY_POLL_S = 0.1
 LOG_TAIL_LINES = 20
@@ -343,7 +347,8 @@ class Adopted:
 class Child:
     """Child process of the stack, with its command and log file.
 
-    `secrets` names the environment variables that are for other children only.
+    `secrets` names the environment variables that are for other children only, `own` are those that
+    it has for itself.
     """
 
     name: str
@@ -352,6 +357,7 @@ class Child:
     # Id of the latest process that reported readiness.
     ready_pid: Callable[[], int | None] = lambda: None
     secrets: Collection[str] = ()
+    own: Mapping[str, str] = field(default_factory=dict)
     process: asyncio.subprocess.Process | Adopted | None = None
     _held_by: int | None = None  # pipe to a process that waits for its last settings
 
@@ -377,6 +383,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 env={name: value for name, value in environment.items() if name not in self.secrets}
+                | dict(self.own)
                 | {STACK_PART: f"{environment.get(STACK_HOME, '')} {self.name}"},
                 start_new_session=True,
             )
@@ -511,16 +518,76 @@ async def keep_database(database: EmbeddedPostgres, report: Report) -> None:
             await asyncio.sleep(delay_s)
 
 
+def process_count(settings: Settings, requested: int | None) -> int:
+    """Choose the number of api processes. Raises: StackFailed if they cannot share what they need.
+
+    By default one core is left for the engines, and no process is added to a port that the system
+    chooses.
+    """
+    has_port = not settings.listen.address.startswith("unix") and not (
+        settings.listen.address.endswith(":0")
+    )
+    if requested is None:
+        return min(max(usable_cpus().count - 1, 1), PROCESSES_DEFAULT_MAX) if has_port else 1
+    if requested > 1 and not has_port:
+        raise StackFailed(
+            f"--processes {requested}: several processes share one port, so --listen must name it,"
+            f" as in 127.0.0.1:8443, not {settings.listen.address}"
+        )
+    if requested > EMBEDDED_PROCESSES_MAX and not settings.database.url:
+        raise StackFailed(
+            f"--processes {requested}: the PostgreSQL of `weir up` has connections for"
+            f" {EMBEDDED_PROCESSES_MAX} api processes: set WEIR_DATABASE_URL to use another one"
+        )
+    return requested
+
+
+def with_shared_port(settings: Settings) -> Settings:
+    """Let further processes of this machine use the port and the engine workers."""
+    return settings.having(share_port=True, engine_directory=str(settings.engine_directory))
+
+
+def further_api(settings: Settings, number: int) -> Child:
+    """Build the api process of this number, from 2: it has a connection file and a peer port of its
+    own. `settings` are those of the first one.
+
+    All keep their journals in one directory: each recovers those of dead ones.
+    """
+    home = settings.home / f"api-{number}"
+    make_private(home)
+    make_private(settings.journal_directory)
+    with contextlib.suppress(FileExistsError):
+        (home / settings.journal_directory.name).symlink_to(settings.journal_directory)
+    key = key_path(settings.to_environment())
+    own = settings.having(
+        home=home,
+        receipt_key_file="off" if key is None else str(key),
+        peer_listen=settings.listen.peer and f"{settings.listen.peer.rpartition(':')[0]}:0",
+        advertise_address=settings.listen.advertised.partition(":")[0],
+    )
+    return Child(
+        f"api server {number}",
+        [sys.executable, "-m", "api"],
+        settings.home / "logs" / f"api-{number}.log",
+        lambda: serving_pid(home),
+        {*STRIPE_SECRETS, *WEBHOOK_SECRETS},
+        own.to_environment(),
+    )
+
+
 @contextlib.asynccontextmanager
 async def run_stack(
-    settings: Settings, report: Report, role: Role | None = None
+    settings: Settings, report: Report, role: Role | None = None, api_count: int = 1
 ) -> AsyncIterator[Stack]:
     """Start everything, run the block when requests are accepted, and stop everything afterwards.
 
     If `database_url` is empty, an embedded PostgreSQL is started under `home`. `role` is that of a
-    supervisor, which adopts what another one left; None locks the directory. Raises: StackFailed,
-    AlreadyRunning, PostgresNotStarted.
+    supervisor, which adopts what another one left; None locks the directory. Api processes beyond
+    the first start when that accepts requests. Raises: StackFailed, AlreadyRunning,
+    PostgresNotStarted.
     """
+    if api_count > 1:
+        settings = with_shared_port(settings)
     home = settings.home
     make_private(home)
     make_private(home / "logs")
@@ -574,6 +641,12 @@ async def run_stack(
             connection, address=endpoint.address, openai_url=endpoint.openai_url
         )
         stack.connection.write(home)
+        for number in range(2, api_count + 1):
+            further = further_api(settings, number)
+            if not (adopts and further.adopt(str(home))):
+                forget_endpoint(Path(further.own["WEIR_HOME"]))
+                await further.start(environment)
+            children.append(further)  # which are stopped, and supervised
         yield stack
 
 
@@ -717,9 +790,12 @@ async def wait_until_serving(home: Path, api: Child) -> ConnectionFile:
     )
 
 
-async def run_until_stopped(listen: str, home: Path | None, role: Role) -> None:
-    """Run and supervise the stack until a signal ends it."""
+async def run_until_stopped(
+    listen: str, home: Path | None, role: Role, processes: int | None = None
+) -> None:
+    """Run and supervise the stack until a signal ends it. `processes` is None for the default."""
     settings = read_settings(home, listen)
+    api_count = process_count(settings, processes)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signal_number in stop_signals():
@@ -727,7 +803,10 @@ async def run_until_stopped(listen: str, home: Path | None, role: Role) -> None:
     loop.add_reader(role.guard_fd, role.lose_guard)
     with stderr.status("Starting") as status:
         report = status.update if stderr.is_terminal else stderr.print
-        async with asyncio.TaskGroup() as tasks, run_stack(settings, report, role) as stack:
+        async with (
+            asyncio.TaskGroup() as tasks,
+            run_stack(settings, report, role, api_count) as stack,
+        ):
             status.stop()
             stderr.print(
                 welcome(stack.connection.address, settings.home, read_endpoint(settings.home))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -14,6 +16,7 @@ from typing import Any
 import openai
 import pytest
 
+from api.core.endpoint import read_endpoint
 from common.processes import alive, children_of
 from tests.service import MODEL, PATIENCE_S, wait_for
 
@@ -33,6 +36,19 @@ def environment(postgres_home: Path, model: Path) -> dict[str, str]:
         "WEIR_ENGINE_THREADS": "1",
     }
     return {**outer, **own, "WEIR_LISTEN": "127.0.0.1:0", "NO_COLOR": "1", "COLUMNS": "120"}
+
+
+def unused_port() -> int:
+    """Return a port that is free together with those beside it for HTTP and metrics."""
+    for first in range(23_000, 30_000, 7):
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in (first, first + 1000, *range(first + 2000, first + 2003)):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return first
+    raise AssertionError("no port is free")
 
 
 def descendants(pid: int) -> set[int]:
@@ -161,6 +177,62 @@ def test_weir_up_runs_in_the_background_until_weir_down(
     wait_for(lambda: not alive(document["pid"]), "the api server to end")
     assert not alive(document["supervisor_pid"])
     assert "no `weir up` is running" in weir("down").stderr
+
+
+def test_several_processes_share_the_port_and_the_engine(
+    environment: dict[str, str], postgres_home: Path
+) -> None:
+    """Each api process in turn is killed: another one answers meanwhile, with the same engine."""
+    environment = environment | {"WEIR_LISTEN": f"127.0.0.1:{unused_port()}"}
+    home = postgres_home
+
+    def weir(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command(*arguments),
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+
+    def serving() -> list[int]:
+        found = [read_endpoint(each) for each in (home, home / "api-2", home / "api-3")]
+        return [each.pid for each in found if each.serving and alive(each.pid)]
+
+    def worker() -> int:
+        [lock] = (home / "engines").glob("*.lock")
+        return int(json.loads(lock.read_text())["pid"])
+
+    unchosen = weir("up", "--detach", "--processes", "3", "--listen", "127.0.0.1:0")
+    try:
+        started = weir("up", "--detach", "--processes", "3")
+        assert started.returncode == 0, started.stderr
+        wait_for(lambda: len(serving()) == 3, "three processes to serve")
+        first, engine = serving(), worker()
+        assert len(set(first)) == 3
+        for pid in first:
+            os.kill(pid, signal.SIGKILL)
+            answer = weir("generate", "Hello", "--model", MODEL, "--max-output-tokens", "5")
+            assert answer.returncode == 0, answer.stderr
+            wait_for(lambda: len(serving()) == 3, "the killed process to be replaced")
+        assert not {*first} & {*serving()}
+        assert worker() == engine
+        status = weir("status")
+        assert all(f"api server {pid}" in status.stdout + status.stderr for pid in serving())
+        logs = weir("logs", "api", "--lines", "1").stdout
+        assert {line.partition("|")[0].strip() for line in logs.splitlines()} == {
+            "api",
+            "api-2",
+            "api-3",
+        }
+        last = serving()
+    finally:
+        down = weir("down")
+    assert down.returncode == 0, down.stderr
+    wait_for(lambda: not any(map(alive, [engine, *last])), "all processes to end")
+    assert unchosen.returncode == 1
+    assert "--listen must name it" in unchosen.stderr
 
 
 def test_a_demo_says_in_a_pipe_what_it_does(environment: dict[str, str]) -> None:
