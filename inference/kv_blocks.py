@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # tokens: a 200-token prefix shares 96 % of itself, and blocks are large enough for fast copies
 KV_BLOCK_TOKENS = 16
@@ -34,10 +34,17 @@ class PrefixHint:
         self._block_tokens = block_tokens
         self._recent: OrderedDict[int, None] = OrderedDict()
 
-    def note(self, token_ids: Sequence[int], cache_salt: str) -> None:
-        """Record a sequence whose tokens the engine has computed."""
+    def note(self, token_ids: Sequence[int], cache_salt: str) -> list[int]:
+        """Record a sequence whose tokens the engine has computed; return its unknown blocks."""
         # The tail first, as in the engine's eviction order: a shared head is evicted last.
-        for key in reversed(block_hashes(tuple(token_ids), cache_salt, self._block_tokens)):
+        keys = block_hashes(tuple(token_ids), cache_salt, self._block_tokens)[::-1]
+        added = [key for key in keys if key not in self._recent]
+        self.add(keys)
+        return added
+
+    def add(self, keys: Iterable[int]) -> None:
+        """Record blocks by their hashes, those that are evicted first before others."""
+        for key in keys:
             self._recent[key] = None
             self._recent.move_to_end(key)
         while len(self._recent) > self._block_count_max:

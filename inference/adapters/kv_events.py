@@ -52,6 +52,13 @@ class KvEventIndex:
         for block in change.removed:
             self._remove(block)
 
+    def snapshot(self) -> list[KvCacheChange]:
+        """Build the change that makes an empty index equal to this one; none if it is empty."""
+        stored = [
+            (parent, key, list(tokens)) for key, (parent, tokens) in [*self._positions.items()]
+        ]
+        return [KvCacheChange(True, stored, [])] if stored else []
+
     def clear(self) -> None:
         self._children.clear()
         self._positions.clear()

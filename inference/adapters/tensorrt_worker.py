@@ -24,7 +24,7 @@ from typing import Any
 from common.processes import started_with
 from inference.adapters.external_queue import ExternalQueue
 from inference.adapters.external_request import Answer, Choice
-from inference.adapters.kv_events import KvCacheChange
+from inference.adapters.kv_events import KvCacheChange, KvEventIndex
 from inference.adapters.tensorrt_library import EngineWatch, TensorRtLibrary
 from inference.adapters.tensorrt_settings import LoadTensorRt
 from inference.engine import EngineStatistics, SequenceEvent, SequenceRefused
@@ -241,10 +241,12 @@ class TensorRtWorker:
         await asyncio.sleep(POLL_PAUSE_S)  # the iterator ends at once while nothing is submitted
 
     async def _poll_kv_events(self) -> None:
-        reader = KvEventReader()
+        reader, index = KvEventReader(), KvEventIndex()
+        self._inbox.snapshot = index.snapshot
         while True:
             async for event in self._llm.get_kv_cache_events_async(POLL_TIMEOUT_S):
                 for change in reader.read(event if isinstance(event, list) else [event]):
+                    index.apply(change)
                     self._send(change)
             await asyncio.sleep(POLL_PAUSE_S)
 

@@ -134,6 +134,8 @@ class Inbox(Generic[Local]):
         self._load: Message | None = None  # first message of a shared worker
         self._greeting: Message | None = None  # last stage of loading, or its result
         self._cached: OrderedDict[int, None] = OrderedDict()
+        # Builds what a process that connects later needs to know beside the cached blocks.
+        self.snapshot: Callable[[], Iterable[Message]] = tuple
         self._statistics = EngineStatistics()  # last reported
         # Writing to the second end wakes the reader, or the watching thread.
         self._bell, self._button = socket.socketpair()
@@ -342,6 +344,8 @@ class Inbox(Generic[Local]):
         elif message != self._load:
             raise ProtocolBroken("it wants another model than this worker has")
         connection.is_admitted = True
+        for each in self.snapshot():
+            self._send(connection, encode(each))
         keys = list(self._cached)
         for begin in range(0, len(keys), CACHED_KEYS_SENT):
             self._send(connection, encode(CachedBlocks(keys[begin : begin + CACHED_KEYS_SENT])))

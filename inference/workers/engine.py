@@ -27,6 +27,7 @@ from inference.errors import EngineError, EngineFailed, EngineOverloaded, Reques
 from inference.kv_blocks import PrefixHint
 from inference.limits import EngineLimits, request_fault
 from inference.workers.protocol import (
+    CachedBlocks,
     CancelSequence,
     Message,
     ProtocolBroken,
@@ -192,7 +193,7 @@ class SupervisedEngine(SupervisedBackend):
             if isinstance(event, TokensGenerated):
                 if not sequence.has_output:
                     sequence.has_output = True
-                    self._hint.note(request.prompt_token_ids, self._cache_group(request.cache_salt))
+                    self._note_cached(request.prompt_token_ids, request.cache_salt)
                 sequence.outputs[event.choice_index] += event.token_ids
             elif isinstance(event, Scheduled):
                 if not sequence.is_scheduled:
@@ -219,9 +220,11 @@ class SupervisedEngine(SupervisedBackend):
             computed_count = len(prompt) + len(output) - 1  # the last token's KV is never computed
             # Otherwise the output completes no further block.
             if computed_count // self._block_tokens > len(prompt) // self._block_tokens:
-                self._hint.note(
-                    (*prompt, *output[:-1]), self._cache_group(sequence.request.cache_salt)
-                )
+                self._note_cached((*prompt, *output[:-1]), sequence.request.cache_salt)
+
+    def _note_cached(self, token_ids: tuple[int, ...], cache_salt: str) -> list[int]:
+        """Record tokens that the engine has computed; return the hashes of unknown blocks."""
+        return self._hint.note(token_ids, self._cache_group(cache_salt))
 
     def _refusal(self, refused: SequenceRefused) -> EngineError:
         if refused.failed:
@@ -271,6 +274,12 @@ class WorkerEngine(SupervisedEngine):
     def _kill(self) -> None:
         self._worker.leave()
 
+    def _note_cached(self, token_ids: tuple[int, ...], cache_salt: str) -> list[int]:
+        keys = super()._note_cached(token_ids, cache_salt)
+        if keys and self._worker.is_shared:
+            self._worker.send(CachedBlocks(keys))
+        return keys
+
     def _send_start(self, sequence: EngineSequence) -> None:
         if len(self._sequences) == 1:
             self._worker.heard()  # an idle worker had nothing to report
@@ -284,9 +293,15 @@ class WorkerEngine(SupervisedEngine):
         self._ready(message.kv_block_count, loading_time_s, message.kernels)
 
     def _receive(self, message: Message) -> None:
-        """Apply a step's report or a pulse. Raises ProtocolBroken for any other message."""
+        """Apply a step's report, a pulse, or what others have cached.
+
+        Raises ProtocolBroken for any other message.
+        """
         if isinstance(message, Pulse):
             self._worker.pulse(message)
+            return
+        if isinstance(message, CachedBlocks):
+            self._hint.add(message.keys)
             return
         if not isinstance(message, StepReport):
             raise ProtocolBroken(f"unexpected: {message!r}"[:200])

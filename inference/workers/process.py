@@ -236,6 +236,11 @@ class WorkerProcess(asyncio.Protocol):
             raise self._fault
 
     @property
+    def is_shared(self) -> bool:
+        """True if other processes can use the worker too."""
+        return self._users is not None
+
+    @property
     def is_joining(self) -> bool:
         """True until a worker that another process started has accepted the connection."""
         return isinstance(self._process, OtherProcess) and not self._process.pid

@@ -201,6 +201,11 @@ class Worker:
         """Process id of the worker; None without one."""
         return None if self.process is None else self.process.pid
 
+    @property
+    def is_shared(self) -> bool:
+        """True while other processes can use the worker too."""
+        return self.process is not None and self.process.is_shared
+
     def leave(self) -> None:
         """End the use of the worker at once, if there is one. If no other process uses it, it is
         killed.

@@ -202,6 +202,26 @@ async def test_a_worker_is_found_again_after_its_process_was_killed(
         assert killed.worker_pid == pid
 
 
+async def test_a_process_knows_the_prefixes_that_others_have_cached(
+    directory: EngineDirectory, tiny: TinyCheckpoint
+) -> None:
+    """Also those of outputs, and those from before it connected, which hold for their salt only."""
+    settings = settings_for(tiny)
+    tokens = tuple(prompt(1, 50))
+    late = shared(directory, settings)
+    async with two(directory, settings) as (first, second):
+        output = (await run(first, make_request(tokens, 40))).token_ids
+        whole = (*tokens, *output)
+        known = first.predict_cached_token_count(whole, "")
+        await until(lambda: second.predict_cached_token_count(whole, "") == known)
+        async with served(late):
+            await until(lambda: late.predict_cached_token_count(whole, "") == known)
+        outcome = await run(second, make_request(whole, 1))
+
+        assert known == outcome.cached_token_count >= 80
+        assert second.predict_cached_token_count(whole, "another") == 0
+
+
 def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can give a directory away")
