@@ -69,6 +69,7 @@ from inference.routing.replica_set import ReplicaSet
 from inference.routing.router import VERSION_MARK, Catalog, Share
 from inference.routing.scaling import ScaledReplicaSet, Scaler
 from inference.workers.process import Sharing, WorkerOpener, open_worker
+from inference.workers.reservations import Reservations
 from inference.workers.sharing import DirectoryUnusable, EngineDirectory
 
 log = structlog.get_logger(__name__)
@@ -372,9 +373,14 @@ def build_serving(settings: Settings, opener: WorkerOpener = open_worker) -> Ser
     fleet = fleet_of_file(settings) if settings.models.fleet_file else fleet_of_models(settings)
     gpus = fleet.gpus or visible_gpus() or named_gpus(fleet)
     memory_bytes = fleet.memory_bytes or settings.replicas.memory_bytes or None
-    builder = ReplicaBuilder(
-        settings, MemoryBudget(memory_bytes, gpus=gpus, gpu_memory=memory_of_gpus(gpus)), opener
+    directory = engine_directory(settings)
+    budget = MemoryBudget(
+        memory_bytes,
+        gpus=gpus,
+        gpu_memory=memory_of_gpus(gpus),
+        reservations=Reservations(directory),
     )
+    builder = ReplicaBuilder(settings, budget, directory, opener)
     engines: dict[str, Engine] = {}
     encoders: dict[str, Encoder] = {}
     shares: dict[str, list[Share]] = {}
@@ -570,15 +576,33 @@ def assign_gpus(environment: dict[str, str], gpus: tuple[str, ...]) -> None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
 
+def engine_directory(settings: Settings) -> EngineDirectory:
+    """Open the directory of this machine's engine workers. Raises: SettingInvalid."""
+    path = settings.engine_directory
+    try:
+        return EngineDirectory(path)
+    except (DirectoryUnusable, OSError) as error:
+        raise SettingInvalid(
+            f"WEIR_ENGINE_DIRECTORY={str(path)!r}: {error}; name a directory on a local disk that"
+            " only this user can write"
+        ) from error
+
+
 class ReplicaBuilder:
     """Builder of replicas. `managed` lists the on-demand engines, which share a memory budget."""
 
-    def __init__(self, settings: Settings, budget: MemoryBudget, opener: WorkerOpener) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        budget: MemoryBudget,
+        directory: EngineDirectory,
+        opener: WorkerOpener,
+    ) -> None:
         self.budget = budget
         self.managed: list[Resident] = []
         self._settings = settings
+        self._directory = directory
         self._opener = opener
-        self._directory: EngineDirectory | None = None  # of the workers, if there are any
 
     def build_set(self, model: FleetModel, version: FleetVersion, served: str) -> ReplicaSet:
         """Build the replicas of one version. Raises: CheckpointInvalid, SettingInvalid."""
@@ -631,9 +655,11 @@ class ReplicaBuilder:
         for index in range(0 if version.targets else version.replica_count_max):
             assert version.directory is not None, "only those of remote engines may be left out"
             build, memory_bytes = encoder_plan(self._settings, served, version.directory)
-            terms = ManagedTerms(
-                self._idle_timeout_s(version), self._needs(version, index, memory_bytes)
+            needs = replace(
+                self._needs(version, index, memory_bytes),
+                replica=self._directory.private(f"{served}#{index}"),
             )
+            terms = ManagedTerms(self._idle_timeout_s(version), needs)
             managed = ManagedEncoder(build, terms, self.budget)
             self.managed.append(managed)
             replicas.append(EncoderReplica(f"{served}#{index}", managed))
@@ -691,17 +717,18 @@ class ReplicaBuilder:
         replicas = []
         for index in range(version.replica_count_max):
             environment: dict[str, str] = {}  # of the replica's worker, set before each start
+            shared = self._directory.replica(f"{served}#{index}", plan.settings)
             needs = self._needs(version, index, plan.memory_bytes)
             needs = replace(
                 needs,
                 gpu_count=plan.gpu_count,
                 gpu_memory_bytes=needs.memory_bytes // plan.shard_count if plan.shard_count else 0,
                 gpus=version.gpus,
+                replica=shared,
             )
             terms = ManagedTerms(
                 self._idle_timeout_s(version), needs, partial(assign_gpus, environment)
             )
-            shared = self._engine_directory().replica(f"{served}#{index}", plan.settings)
             build = partial(plan.build, environment, shared.opener)
             managed = ManagedEngine(build, terms, self.budget)
             self.managed.append(managed)
@@ -714,16 +741,3 @@ class ReplicaBuilder:
                 )
             )
         return replicas
-
-    def _engine_directory(self) -> EngineDirectory:
-        """Open the directory of this machine's workers. Raises: SettingInvalid."""
-        if self._directory is None:
-            path = self._settings.engine_directory
-            try:
-                self._directory = EngineDirectory(path)
-            except (DirectoryUnusable, OSError) as error:
-                raise SettingInvalid(
-                    f"WEIR_ENGINE_DIRECTORY={str(path)!r}: {error}; name a directory on a local"
-                    " disk that only this user can write"
-                ) from error
-        return self._directory

@@ -13,6 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import msgspec
+
+from inference.workers.reservations import Reservation, Reservations
+from inference.workers.sharing import SharedReplica
+
 # Python, torch and the tokenizer, per process: measured with a worker of a tiny model, rounded up.
 HOST_BYTES = 192 << 20
 _COMPUTED_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
@@ -21,6 +26,8 @@ _SAME_TYPE = {"float32": "F32", "bfloat16": "BF16"}
 # Seconds for which an engine is not evicted after its last use: a request that waited for it enters
 # within milliseconds and would otherwise load it again.
 HANDOVER_S = 0.25
+# Seconds between two looks at what other processes have released, and at what they wait for.
+WAITING_POLL_S, WANTED_POLL_S = 0.05, 0.25
 
 
 def torch_memory_bytes(
@@ -105,7 +112,8 @@ class Needs:
 
     It holds `memory_bytes` and `gpu_count` GPUs, and needs `gpu_memory_bytes` on each of them.
     `gpus` lists the ids of those that it may have; empty for all. With `is_pinned` it starts by
-    itself and is never evicted.
+    itself and is never evicted. Processes that have the same `replica` hold all this once; None if
+    other processes do not count.
     """
 
     memory_bytes: int = 0
@@ -113,6 +121,7 @@ class Needs:
     gpu_memory_bytes: int = 0
     gpus: tuple[str, ...] = ()
     is_pinned: bool = False
+    replica: SharedReplica | None = None
 
 
 class Resident(Protocol):
@@ -135,10 +144,26 @@ class Resident(Protocol):
         """Start to close, and release the memory afterwards. Never blocks; sets `is_leaving`."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stranger:
+    """Engine that another process waits for."""
+
+    name: str
+    needs: Needs
+    is_leaving: bool = False
+
+    def idle_since_s(self) -> float | None:
+        return None
+
+    def evict(self) -> None:
+        raise AssertionError("it holds nothing")
+
+
 class MemoryBudget:
     """Memory and GPUs of one machine for engines. Requests are granted in order.
 
     A GPU serves one engine at a time. Engines that are never evicted keep theirs from `check` on.
+    With `reservations`, all processes of the machine have one budget and one order.
     """
 
     def __init__(
@@ -147,6 +172,7 @@ class MemoryBudget:
         clock: Callable[[], float] = time.monotonic,
         gpus: Sequence[str] = (),
         gpu_memory: Mapping[str, int] | None = None,
+        reservations: Reservations | None = None,
     ) -> None:
         """Create the budget. `total_bytes` is None for no limit, and `clock` returns seconds.
 
@@ -161,6 +187,9 @@ class MemoryBudget:
         self._held: dict[Resident, tuple[str, ...]] = {}  # with its GPUs
         self._waiting: dict[Resident, asyncio.Future[bool]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._reservations = reservations
+        self._others: dict[str, Reservation] = {}  # of other processes alone, by key of the replica
+        self._tickets: dict[Resident, str] = {}  # of engines that wait
 
     @property
     def held_bytes(self) -> int:
@@ -260,10 +289,12 @@ class MemoryBudget:
         if resident in self._kept:
             return self._kept[resident]
         taken = {gpu for gpus in (*holders.values(), *self._kept.values()) for gpu in gpus}
+        taken |= {gpu for other in self._others.values() for gpu in other.gpus}
         return tuple(gpu for gpu in self._fitting_gpus(resident) if gpu not in taken)
 
     def _missing_bytes(self, resident: Resident, holders: Iterable[Resident]) -> int:
         held_bytes = sum(each.needs.memory_bytes for each in holders)
+        held_bytes += sum(other.memory_bytes for other in self._others.values())
         total_bytes = self._total_bytes
         return 0 if total_bytes is None else held_bytes + resident.needs.memory_bytes - total_bytes
 
@@ -294,6 +325,7 @@ class MemoryBudget:
         """Cancel an engine's pending request for memory, if there is one."""
         granted = self._waiting.pop(resident, None)
         if granted is not None:
+            self._leave_queue(resident)
             if not granted.done():  # else its waiter was cancelled
                 granted.set_result(False)
             self.poll()
@@ -301,10 +333,18 @@ class MemoryBudget:
     def release(self, resident: Resident) -> None:
         """Release the memory of an engine."""
         self._held.pop(resident, None)
+        if resident.needs.replica is not None:
+            resident.needs.replica.leave()
+        self._leave_queue(resident)
         self.poll()
 
     def fits_now(self, resident: Resident) -> bool:
         """Return whether the engine would get its memory at once, without an eviction."""
+        if self._reservations is not None:
+            with self._reservations.deciding() as may_decide:
+                if not may_decide:
+                    return False
+                self._read_others(self._reservations)
         fits = self._missing_bytes(resident, self._held) <= 0
         return fits and not self._lacks_gpus(resident, self._held) and not self._waiting
 
@@ -321,6 +361,86 @@ class MemoryBudget:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._reservations is None:
+            self._grant_waiting()
+            return
+        if not (self._waiting or self._held):
+            return
+        with self._reservations.deciding() as may_decide:
+            if may_decide:
+                self._decide(self._reservations)
+        if self._waiting:
+            self._poll_after(WAITING_POLL_S)
+        elif self._is_limited and any(not each.needs.is_pinned for each in self._held):
+            self._poll_after(WANTED_POLL_S)
+
+    @property
+    def _is_limited(self) -> bool:
+        return self._total_bytes is not None or bool(self._gpus)
+
+    def _poll_after(self, delay_s: float) -> None:
+        """Poll after a time, or sooner if that is planned already."""
+        loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            if self._timer.when() <= loop.time() + delay_s:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_later(delay_s, self.poll)
+
+    def _decide(self, reservations: Reservations) -> None:
+        """Grant memory as long as no other process decides, or make room for the first that waits
+        on this machine.
+        """
+        self._read_others(reservations)
+        for resident in list(self._waiting):  # what runs already takes nothing more
+            other = self._others.get(key_of(resident))
+            if other is not None and self._enter(resident, other.gpus):
+                self._others.pop(key_of(resident))
+        for resident in self._waiting:
+            if resident not in self._tickets:
+                self._tickets[resident] = reservations.queue(written_needs(resident))
+        first = reservations.first()
+        while self._waiting and first is not None:
+            resident = next(iter(self._waiting))
+            if first.name != self._tickets[resident]:
+                self._make_room(_Stranger(first.name, read_needs(first.needs)))
+                return
+            lacks_gpus = self._lacks_gpus(resident, self._held)
+            if lacks_gpus or self._missing_bytes(resident, self._held) > 0:
+                self._make_room(resident)
+                return
+            gpu_count = resident.needs.gpu_count if self._gpus else 0
+            if not self._enter(resident, self._free_gpus(resident, self._held)[:gpu_count]):
+                return
+            first = reservations.first()
+        if first is not None:
+            self._make_room(_Stranger(first.name, read_needs(first.needs)))
+
+    def _enter(self, resident: Resident, gpus: tuple[str, ...]) -> bool:
+        """Grant memory to an engine. Return False if its replica is just being ended."""
+        replica = resident.needs.replica
+        granted = self._waiting[resident]
+        if not granted.done() and replica is not None:
+            if not replica.enter():
+                return False
+            replica.declare(resident.needs.memory_bytes, gpus)
+        del self._waiting[resident]
+        self._leave_queue(resident)
+        if not granted.done():  # else its waiter was cancelled and will release it
+            self._held[resident] = gpus
+            granted.set_result(True)
+        return True
+
+    def _read_others(self, reservations: Reservations) -> None:
+        self._others = reservations.of_others({key_of(each) for each in self._held})
+
+    def _leave_queue(self, resident: Resident) -> None:
+        if (ticket := self._tickets.pop(resident, None)) is not None:
+            assert self._reservations is not None, "it gave the ticket"
+            self._reservations.leave_queue(ticket)
+
+    def _grant_waiting(self) -> None:
+        """Grant memory without regard to other processes."""
         while self._waiting:
             resident = next(iter(self._waiting))
             lacks_gpus = self._lacks_gpus(resident, self._held)
@@ -337,8 +457,13 @@ class MemoryBudget:
         """Evict idle engines, the least recently used first.
 
         It does so even if they do not suffice: engines that are idle in turn would starve a larger
-        one.
+        one. Workers that only wait for a process to come back go first.
         """
+        for key, other in list(self._others.items()):
+            if not other.is_used and self._is_short(wanting, self._held):
+                assert self._reservations is not None, "it knows of others"
+                self._reservations.end_unused(key)
+                del self._others[key]
         idle = [
             (since_s, resident)
             for resident in self._held
@@ -346,16 +471,44 @@ class MemoryBudget:
         ]
         staying = {each: gpus for each, gpus in self._held.items() if not each.is_leaving}
         for since_s, resident in sorted(idle, key=lambda each: each[0]):
-            lacks_gpus = self._lacks_gpus(wanting, staying)
-            if not lacks_gpus and self._missing_bytes(wanting, staying) <= 0:
+            if not self._is_short(wanting, staying):
                 return
             has_wanted_gpu = set(staying[resident]) & set(self._fitting_gpus(wanting))
             if self._missing_bytes(wanting, staying) <= 0 and not has_wanted_gpu:
                 continue
             wait_s = since_s + HANDOVER_S - self._clock()
             if wait_s > 0:
-                self._timer = asyncio.get_running_loop().call_later(wait_s, self.poll)
+                self._poll_after(wait_s)
                 return
             _log.info("evicting engine %s: another engine needs its memory", resident.name)
             del staying[resident]
             resident.evict()
+
+    def _is_short(self, wanting: Resident, holders: Mapping[Resident, tuple[str, ...]]) -> bool:
+        return self._missing_bytes(wanting, holders) > 0 or self._lacks_gpus(wanting, holders)
+
+
+def key_of(resident: Resident) -> str:
+    """Return the key of an engine's replica on this machine."""
+    replica = resident.needs.replica
+    assert replica is not None, "engines that share a machine have replicas"
+    return replica.key
+
+
+def written_needs(resident: Resident) -> dict[str, object]:
+    """Write what an engine needs, for other processes."""
+    needs = resident.needs
+    return {
+        "memory_bytes": needs.memory_bytes,
+        "gpu_count": needs.gpu_count,
+        "gpu_memory_bytes": needs.gpu_memory_bytes,
+        "gpus": list(needs.gpus),
+    }
+
+
+def read_needs(content: Mapping[str, object]) -> Needs:
+    """Read what another process needs; nothing if it was killed while it wrote."""
+    try:
+        return msgspec.convert(content, Needs)
+    except msgspec.ValidationError:
+        return Needs()

@@ -18,9 +18,10 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import socket
 import stat
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -70,14 +71,31 @@ class EngineDirectory:
         }
         decisive = repr((name, settings, sorted(environment.items())))
         digest = hashlib.sha256(decisive.encode()).hexdigest()[:16]
-        return SharedReplica(
-            self, f"{re.sub('[^0-9A-Za-z._-]+', '_', name)[:NAME_LENGTH_MAX]}-{digest}"
-        )
+        return SharedReplica(self, f"{file_name(name)}-{digest}")
+
+    def private(self, name: str) -> SharedReplica:
+        """Return a replica that this process shares with none."""
+        return SharedReplica(self, f"{file_name(name)}-{os.getpid()}-{secrets.token_hex(4)}")
+
+    def names(self) -> list[str]:
+        """List the files."""
+        return os.listdir(self._fd)
 
     def open(self, name: str) -> int:
         """Open a file, and create it if it is missing; only this user can."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         return os.open(name, flags, 0o600, dir_fd=self._fd)
+
+    def is_locked(self, name: str) -> bool:
+        """Return whether a process has locked a file, alone or in common."""
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
+        except FileNotFoundError:
+            return False
+        try:
+            return not try_lock(fd, alone=True)
+        finally:
+            os.close(fd)
 
     def read(self, name: str) -> dict[str, object]:
         """Read a file's JSON object; empty if there is none."""
@@ -96,6 +114,11 @@ class EngineDirectory:
     def address(self, name: str) -> str:
         """Return the address of a socket; that of a deep directory would be too long."""
         return f"/proc/self/fd/{self._fd}/{name}" if PROC.is_dir() else str(self.path / name)
+
+
+def file_name(name: str) -> str:
+    """Turn the name of a replica into part of a file name."""
+    return re.sub("[^0-9A-Za-z._-]+", "_", name)[:NAME_LENGTH_MAX]
 
 
 def try_lock(fd: int, *, alone: bool) -> bool:
@@ -126,11 +149,17 @@ class SharedReplica:
         """Become a user of the replica. Return False while its last user ends it."""
         assert self._users is None, "a replica is entered once"
         fd = self._directory.open(f"{self.key}.users")
-        if not try_lock(fd, alone=False):
+        # A file that nobody has locked may be removed before it is locked here.
+        if not try_lock(fd, alone=False) or not os.fstat(fd).st_nlink:
             os.close(fd)
             return False
         self._users = fd
         return True
+
+    def declare(self, memory_bytes: int, gpus: Sequence[str]) -> None:
+        """Record what the replica holds, for all processes; its first user does."""
+        assert self._users is not None, "a user declares"
+        write(self._users, {"memory_bytes": memory_bytes, "gpus": list(gpus)})
 
     def is_last(self) -> bool:
         """Return whether no other process uses the replica. Then none can enter it until `leave`.
@@ -152,14 +181,9 @@ class SharedReplica:
 
     def worker_pid(self) -> int:
         """Read the process id of the worker that holds the lock; 0 if none does."""
-        fd = self._directory.open(f"{self.key}.lock")
-        try:
-            if try_lock(fd, alone=True):
-                return 0
-            pid = self._directory.read(f"{self.key}.lock").get("pid")
-            return pid if isinstance(pid, int) else 0
-        finally:
-            os.close(fd)
+        name = f"{self.key}.lock"
+        pid = self._directory.read(name).get("pid") if self._directory.is_locked(name) else 0
+        return pid if isinstance(pid, int) else 0
 
     @contextlib.asynccontextmanager
     async def open(

@@ -42,6 +42,7 @@ class FakeResident:
     gpu_memory_bytes: int = 0
     used_at_s: float | None = None
     is_leaving: bool = False
+    replica: None = None
     needs = property(lambda self: self)
 
     def idle_since_s(self) -> float | None:
