@@ -33,7 +33,8 @@ from api.core.rate_limiter import RateLimiter
 from api.core.settings import ListenSettings, Settings
 from api.core.statuses import link_to_docs
 from api.core.wire import use_signer
-from api.fleet.fleet import build_serving
+from api.fleet.fleet import Serving, build_serving
+from api.fleet.launching import Launching
 from api.generation.request import control
 from api.generation.request.admission import Admission, Capacity
 from api.generation.request.peers import Identity, Peer, PeerCertificates, make_identity
@@ -143,6 +144,7 @@ class Server:
         self._spares.count = settings.replicas.spare_workers
         serving = build_serving(settings, self._spares.open)
         self.router = Router(serving.engines, serving.encoders, serving.catalog)
+        self.launching = self._open_launching(serving)
         tokenizers = load_tokenizers(self.router, settings)
         self.signer = open_signer(settings)
         await self._recover()
@@ -241,6 +243,13 @@ class Server:
             end_users_max=database.end_users_max,
         )
 
+    def _open_launching(self, serving: Serving) -> Launching | None:
+        """Create the scaler's part of this process; None if no model has a launcher."""
+        if not serving.launched:
+            return None
+        url = self.settings.database.url
+        return Launching(url, self.process_id, serving.launched, serving.pools)
+
     def _bind(self, tls: Tls | None, identity: Identity) -> None:
         """Build the services and bind the ports, without accepting connections."""
         settings, registry, authenticator = self.settings, self.registry, self.authenticator
@@ -326,6 +335,7 @@ class Server:
             drain=lambda commands: control.apply_drains(registry, commands),
             report_replicas=lambda: control.report_replicas(registry),
             broadcaster=SharedFailures(self.authenticator.throttle, self.process_id),
+            launches_changed=None if self.launching is None else self.launching.wake,
         )
 
     def _serve_engines(self) -> None:
@@ -340,6 +350,8 @@ class Server:
         """Start the background loops."""
         self.background.append(self.tasks.create_task(self.holds.run(), name="holds"))
         self._keep_running("control channel", self.control.run)
+        if self.launching is not None:
+            self._keep_running("launching", self.launching.run)
         self._keep_running("usage notices", self.notices.run)
         self._keep_running("key uses", self.uses.run)
         self._keep_running("recovery", self.recover_regularly)
@@ -429,6 +441,8 @@ class Server:
         await self.server.stop(grace=1.0)
         for engine in self.router.backends():
             await engine.close()
+        if self.launching is not None:
+            await self.launching.close()
         await self.listener.stop()
         await self.metrics.stop()
         for task in self.background:

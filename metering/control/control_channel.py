@@ -24,7 +24,7 @@ import structlog
 
 from common.backoff import Backoff
 from common.incidents import Retries
-from metering.control.live import CHANNEL, PEERS, REPORT, CancelCommand, DrainCommand
+from metering.control.live import CHANNEL, LAUNCHES, PEERS, REPORT, CancelCommand, DrainCommand
 from metering.store.db import (
     KEEPALIVES,
     BoundedConnection,
@@ -121,6 +121,7 @@ class ControlChannel:
         drain: Callable[[Sequence[DrainCommand]], None],
         report_replicas: Callable[[], Sequence[dict[str, Any]]],
         broadcaster: Broadcaster | None = None,
+        launches_changed: Callable[[], None] | None = None,
     ) -> None:
         """Prepare the channel; `run` connects.
 
@@ -129,6 +130,7 @@ class ControlChannel:
         each poll with all drained replicas. `peer` is the "host:port" at which other processes
         reach this one, and the certificate it shows there. `peers` is called with the certificates
         of all processes when one is added. `broadcaster` None disables broadcasts.
+        `launches_changed` is called after a change of launched replicas.
         """
         self._conninfo = psycopg_conninfo(database_url)
         self._owner = (process_id, process_name, *peer)
@@ -138,6 +140,7 @@ class ControlChannel:
         self._drain = drain
         self._report_replicas = report_replicas
         self._broadcaster = broadcaster
+        self._launches_changed = launches_changed
         self._sent_at = -math.inf  # a monotonic clock may start at any value
         # All commands up to this id have been read, and no further ones can appear below it.
         self._floor: int | None = None
@@ -207,6 +210,9 @@ class ControlChannel:
                 with self._retries.survive("broadcast"):
                     if notice.channel == BROADCAST_CHANNEL and self._broadcaster is not None:
                         self._broadcaster.receive(notice.payload)
+                    elif notice.payload == LAUNCHES:
+                        if self._launches_changed is not None:
+                            self._launches_changed()
                     else:
                         requested.add(notice.payload)
 

@@ -35,6 +35,7 @@ from metering.store.db import Sessions
 LiveRow = Row[Any]  # row of a statement of this module, with its columns as attributes
 CHANNEL = "weir_control"
 POLL, REPORT, PEERS = "poll", "report", "peers"  # payloads of notifications
+LAUNCHES = "launches"  # the same, after a change of launched replicas
 KEPT_FOR = timedelta(days=1)  # far longer than a process can be cut off and still hold its requests
 FORGET_OLD = text("DELETE FROM cancel_commands WHERE created_at < now() - :kept_for")
 
