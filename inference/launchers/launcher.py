@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 REASON_CHARS_MAX = 500  # of an error in the database and in `weir replicas list`
-_PLACEHOLDER = re.compile(r"\{(\w*)\}")
+# JSON and the variables of a shell, `${NAME}`, pass.
+_PLACEHOLDER = re.compile(r"(?<!\$)\{([a-z_]+)\}")
 
 
 class LaunchFailed(Exception):

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from metering.core.models import QuotaDimension
 from tests.faults.conftest import Start
 from tests.metering.invariants import check_invariants
 from tests.remote_servers.certificates import make_certificates
-from tests.service import MODEL, Service, Tenant, cost_picos, picos, until
+from tests.service import MODEL, Service, Stream, Tenant, cost_picos, picos, until
 
 pytestmark = pytest.mark.faults
 
@@ -82,6 +83,10 @@ async def new_tenant(service: Service) -> Tenant:
     return await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10_000_000})
 
 
+def is_loading(stream: Stream, request_id: str) -> bool:
+    return any(frame.stage == LOADING for frame in stream.of(request_id, "progress"))
+
+
 async def check_all_served(
     service: Service, tenant: Tenant, during: Callable[[], Any] | None = None
 ) -> None:
@@ -97,12 +102,7 @@ async def check_all_served(
             for _ in range(PER_STREAM)
         ]
         for stream, request_id in requests:
-            await stream.wait(
-                lambda stream=stream, request_id=request_id: any(
-                    frame.stage == LOADING for frame in stream.of(request_id, "progress")
-                ),
-                "progress of the start",
-            )
+            await stream.wait(partial(is_loading, stream, request_id), "progress of the start")
         assert service.database.holds(tenant) == {"held": REQUEST_COUNT}
         if during is not None:
             await during()
