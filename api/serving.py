@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+import grpc
 import structlog
 
 from api.access.auth import Authenticator
@@ -40,6 +41,7 @@ from api.generation.request.admission import Admission, Capacity
 from api.generation.request.peers import Identity, Peer, PeerCertificates, make_identity
 from api.generation.request.registry import RequestRegistry
 from api.generation.request.relay import Relays
+from api.keda.external_scaler import ExternalScaler
 from api.metrics.operator_http import BacklogReader, MetricsListener, Parts, Probes, Scrapes
 from api.observability.observer import Observer
 from api.observability.spans import Spans
@@ -54,7 +56,7 @@ from api.process import (
 )
 from api.rpc.inference_service import InferenceServicer
 from api.rpc.open_streams import BoundedCalls
-from api.server import Servicers, build_peer_server, build_server
+from api.server import Servicers, build_keda_server, build_peer_server, build_server
 from common.incidents import IncidentTaskGroup, Retries, sole_cause
 from common.settings import SettingInvalid
 from inference.engine import Backend
@@ -66,6 +68,7 @@ from inference.safety.safety_file import Safety, read_safety
 from inference.text.tokenizer import Tokenizer
 from inference.workers.process import SpareWorkers
 from metering.control.control_channel import ControlChannel
+from metering.control.live import model_load
 from metering.core.errors import DatabaseUnavailable, InvalidValue
 from metering.holds.holds import HoldStore
 from metering.holds.journal import UsageJournal, check_locks
@@ -262,6 +265,7 @@ class Server:
         calls = BoundedCalls(authenticator.share_to_read, registry.in_thread)
         guard = Guard(self.observer.call_failed, self.pace)
         self.server, port = build_server(settings, servicers, self.health, tls, calls, guard)
+        self.keda = self._bind_keda()
         self.probes = Probes(self.health, self.observer.loop_lag.watch)
         self.listener = Listener(
             self._http_handle(servicers), settings, tls, lambda: registry.is_draining
@@ -278,6 +282,8 @@ class Server:
         with_tls = tls is not None
         self.endpoint = Endpoint(settings.home, listen.address, port, tls=with_tls, urls=urls)
         self._listening = {"address": listen.address, "port": port, "tls": with_tls, **urls}
+        if self.keda is not None:
+            self._listening["keda_port"] = self.keda[1]
         self.parts = Parts(
             registry,
             authenticator,
@@ -286,6 +292,12 @@ class Server:
             self.listener.connection_count,
         )
         self.control = self._open_control(peer, accepted)
+
+    def _bind_keda(self) -> tuple[grpc.aio.Server, int] | None:
+        """Bind the port of KEDA's external scaler; None if it is off."""
+        warn_of_open_scaler(self.settings)
+        load = partial(model_load, self.admin_sessions)
+        return build_keda_server(self.settings, ExternalScaler(self.router, load))
 
     def _servicers(self) -> Servicers:
         """Build the gRPC services for clients."""
@@ -387,6 +399,8 @@ class Server:
         await self.listener.start()
         await self.metrics.start(self.probes.before(scrapes.handle, with_parts=True))
         await self.server.start()
+        if self.keda is not None:
+            await self.keda[0].start()
         self._keep_running("books", lambda: backlog_reader.watch_workers(self.health))
         health = keep_health(
             self.health,
@@ -436,6 +450,8 @@ class Server:
     async def _close(self) -> None:
         """Close the gRPC port, the engines, the HTTP port, and last the metrics port."""
         await self.relays.close()
+        if self.keda is not None:
+            await self.keda[0].stop(grace=0.0)
         await self.peer_server.stop(grace=1.0)
         await self.holds.release_preauthorized()
         await self.server.stop(grace=1.0)
@@ -486,6 +502,18 @@ def warn_of_open_metrics(listen: ListenSettings) -> None:
             address=address,
             remedy="metrics have neither TLS nor a key: let only collectors and probes reach this"
             " port, or set WEIR_METRICS_LISTEN to an address on 127.0.0.1",
+        )
+
+
+def warn_of_open_scaler(settings: Settings) -> None:
+    """Log a warning if other machines can ask KEDA's external scaler without a certificate."""
+    address = settings.listen.keda
+    if address != "off" and not is_local(address) and not settings.listen.keda_client_ca:
+        log.warning(
+            "keda_port_reachable_from_other_machines",
+            address=address,
+            remedy="it tells how many requests of each model wait: let only KEDA's operator reach"
+            " it, by a NetworkPolicy, or set WEIR_KEDA_CLIENT_CA",
         )
 
 
