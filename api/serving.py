@@ -336,7 +336,7 @@ class Server:
     def _open_control(self, peer: Peer, accepted: PeerCertificates) -> ControlChannel:
         """Create the channel on which other processes cancel requests here and ask what runs."""
         registry = self.registry
-        return ControlChannel(
+        channel = ControlChannel(
             self.settings.database.url,
             self.process_id,
             control.process_name(),
@@ -347,8 +347,10 @@ class Server:
             drain=lambda commands: control.apply_drains(registry, commands),
             report_replicas=lambda: control.report_replicas(registry),
             broadcaster=SharedFailures(self.authenticator.throttle, self.process_id),
-            launches_changed=None if self.launching is None else self.launching.wake,
         )
+        if self.launching is not None:
+            channel.launches_changed = self.launching.wake
+        return channel
 
     def _serve_engines(self) -> None:
         """Run all engines as tasks, and load the models that do not start on demand."""

@@ -33,6 +33,7 @@ from api.fleet.launcher_reader import FleetLauncher
 from api.fleet.launching import LaunchedVersion
 from common.gpus import GpusUnknown, read_gpus, visible_gpus
 from common.settings import SettingInvalid
+from inference.adapters.launched_place import Place
 from inference.adapters.remote_settings import (
     KeyFile,
     KeyUnusable,
@@ -50,7 +51,6 @@ from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.core.options import ComputeDtype, CostModel
 from inference.encoder.engine import EncoderSettings, TorchEncoder
 from inference.engine import Encoder, Engine
-from inference.launchers.place import Place
 from inference.native import loader
 from inference.native.packed_file import PackedTarget
 from inference.routing.encoder_set import EncoderReplica, EncoderSet

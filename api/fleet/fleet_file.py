@@ -332,6 +332,9 @@ class FleetReader(ValueReader):
             self.refuse(keys, location, ("targets",), reason)
             reason = "is for engines on this machine: leave it out here"
             self.refuse(keys, location, set(OF_LOCAL_ENGINES) - set(OF_LAUNCHED), reason)
+            if count_max > 1 and not launcher.can_have_several:
+                reason = "must have a max of 1: its launcher has one address, without {number}"
+                self.wrong(get("replicas"), f"{location}.replicas", reason)
         elif engine in REMOTE:
             count_min = count_max = max(len(targets), 1)
             if not targets:

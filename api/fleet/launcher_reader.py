@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -15,8 +16,9 @@ from weir_cli.yaml_files import Keys, StrictReader
 from api.fleet.launch_plan import LaunchTerms
 from common.settings import one_of, positive, truth, whole
 from inference.adapters.remote_settings import TARGET_FORM, Service, key_header, parse_target
-from inference.launchers import command, process
+from inference.launchers import command, kubernetes, process
 from inference.launchers.command import CommandLauncher, CommandTerms
+from inference.launchers.kubernetes import KubernetesLauncher, KubernetesTerms
 from inference.launchers.launcher import Launcher, check_placeholders, filled
 from inference.launchers.process import ProcessLauncher, ProcessTerms
 from inference.launchers.vllm_sleep import SleepTerms
@@ -26,12 +28,22 @@ UNITS_MAX = 4096
 COST_MAX = Decimal(1_000_000)  # per hour of one replica
 TIMEOUT_S_MAX = 86_400.0
 PROCESS_ADDRESS = "vllm://127.0.0.1:{port}"
+UNKNOWN_ADDRESS = "vllm://unknown:1"  # in place of a missing one, which is an error
 OF_POOL = ("pool", "units", "sleeping_units", "cost_per_hour", "stop_after_s")
 OF_ALL = ("kind", "key_file", "key_header", "start_timeout_s", "state_directory", *OF_POOL)
 OF_PROCESS = ("command", "address", "environment", "stop_timeout_s", "sleep", "keep_running")
 SCRIPTS = ("start", "stop", "sleep", "wake", "status")
 OF_COMMAND = (*SCRIPTS, "address", "service", "environment", "stop_timeout_s")
-OF_KIND: Mapping[str, tuple[str, ...]] = {"process": OF_PROCESS, "command": OF_COMMAND}
+OBJECT = ("group", "version", "resource", "namespace", "name")
+OF_KUBERNETES = (*OBJECT, "address", "count", "field", "kubeconfig", "stop_timeout_s")
+OF_KIND: Mapping[str, tuple[str, ...]] = {
+    "process": OF_PROCESS,
+    "command": OF_COMMAND,
+    "kubernetes": OF_KUBERNETES,
+}
+NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")  # of Kubernetes objects and groups
+FIELD = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+COUNT_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +54,19 @@ class FleetLauncher:
     """
 
     service: Service
-    servers: ProcessTerms | CommandTerms
+    servers: ProcessTerms | CommandTerms | KubernetesTerms
     terms: LaunchTerms
     keep_running: bool = False
     key_file: Path | None = None
     key_header: str = ""
     state_directory: Path | None = None
+
+    @property
+    def can_have_several(self) -> bool:
+        """True if its replicas have addresses of their own."""
+        if isinstance(self.servers, ProcessTerms):
+            return "{" in self.servers.address
+        return "{number}" in self.servers.address or not self.servers.address
 
     def build(self, home: Path) -> Launcher:
         """Build the launcher. Its files are in `home` unless it has a `state_directory`."""
@@ -57,6 +76,8 @@ class FleetLauncher:
                 return ProcessLauncher(self.servers, directory)
             case CommandTerms():
                 return CommandLauncher(self.servers, directory)
+            case KubernetesTerms():
+                return KubernetesLauncher(self.servers)
 
 
 class ValueReader(StrictReader):
@@ -105,8 +126,16 @@ class ValueReader(StrictReader):
         if header and not file:
             self.wrong(node, f"{location}.key_header", "needs a key_file")
         state = self.value_of(keys, location, "state_directory", word, "")
-        build = self._process if kind == "process" else self._command
-        service, servers, can_sleep = build(node, keys, location)
+        service: Service
+        servers: ProcessTerms | CommandTerms | KubernetesTerms
+        can_sleep = False
+        match kind:
+            case "process":
+                service, servers, can_sleep = self._process(node, keys, location)
+            case "command":
+                service, servers, can_sleep = self._command(node, keys, location)
+            case _:
+                service, servers = self._kubernetes(node, keys, location, base)
         return FleetLauncher(
             service,
             servers,
@@ -194,6 +223,32 @@ class ValueReader(StrictReader):
         )
         return service, terms, bool(terms.sleep)
 
+    def _kubernetes(
+        self, node: yaml.Node, keys: Keys, location: str, base: Path
+    ) -> tuple[Service, KubernetesTerms]:
+        self.require(node, location, keys, *OBJECT[1:], "address")
+        allowed = kubernetes.PLACEHOLDERS
+        address = self._address(keys, location, allowed, UNKNOWN_ADDRESS)
+        if "{number}" in address and "count" in keys:
+            reason = "is for an address of all pods: leave it out, or {number} in the address"
+            self.wrong(keys["count"], f"{location}.count", reason)
+        named = {name: self.value_of(keys, location, name, matching(NAME), "") for name in OBJECT}
+        file = self.value_of(keys, location, "kubeconfig", word, "")
+        terms = KubernetesTerms(
+            named["group"],
+            named["version"],
+            named["resource"],
+            named["namespace"],
+            named["name"],
+            address,
+            count=self.value_of(keys, location, "count", whole(1, COUNT_MAX), 1),
+            field=self.value_of(keys, location, "field", matching(FIELD), ""),
+            kubeconfig=base / file if file else None,
+            start_timeout_s=self._timeout_s(keys, location, "start_timeout_s", 600.0),
+            stop_timeout_s=self._timeout_s(keys, location, "stop_timeout_s", 60.0),
+        )
+        return service_of(address, allowed), terms
+
     def _address(self, keys: Keys, location: str, allowed: frozenset[str], default: str) -> str:
         def parse(text: str) -> str:
             service_of(check_placeholders(text, allowed), allowed)
@@ -230,6 +285,17 @@ class ValueReader(StrictReader):
 
     def _timeout_s(self, keys: Keys, location: str, name: str, default: float) -> float:
         return self.value_of(keys, location, name, positive(TIMEOUT_S_MAX), default)
+
+
+def matching(pattern: re.Pattern[str]) -> Callable[[str], str]:
+    """Build a parser of texts that match a pattern."""
+
+    def parse(text: str) -> str:
+        if not pattern.fullmatch(text):
+            raise ValueError(f"must match {pattern.pattern}")
+        return text
+
+    return parse
 
 
 def word(value: str) -> str:

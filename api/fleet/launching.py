@@ -8,6 +8,7 @@ process is the scaler: the tasks end with the connection that holds the election
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections import Counter, deque
@@ -20,8 +21,8 @@ import structlog
 from api.fleet.launch_plan import LaunchTerms, Pool, merged, moved, plan
 from common.backoff import Backoff, backoff_s
 from common.incidents import IncidentTaskGroup, Retries
+from inference.adapters.launched_place import Place, Standing
 from inference.launchers.launcher import LaunchedId, Launcher, LaunchFailed
-from inference.launchers.place import Place, Standing
 from inference.routing.on_demand import ManagedEngine
 from metering.control.control_channel import ANSWER_TIMEOUT_S, LOST
 from metering.control.launches import (
@@ -44,6 +45,7 @@ RETRY_S_MIN, RETRY_S_MAX = 5.0, 300.0
 STABLE_S = 60.0
 RECONNECT_S_MIN, RECONNECT_S_MAX = 0.05, 2.0
 CLOSE_TIMEOUT_S = 45.0  # for servers that end with the service
+RUNNING = (LaunchState.STARTING, LaunchState.WAKING, LaunchState.READY, LaunchState.LEAVING)
 STARTED, FAILED = "started", "failed"
 
 log = structlog.get_logger(__name__)
@@ -83,7 +85,7 @@ class Launching:
         self._closing = asyncio.Event()
         self._closed = asyncio.Event()
         self._written: list[tuple[Key, bool]] | None = None  # demands, with whether each is idle
-        self._written_at_s = 0.0
+        self._written_at_s = -math.inf
         self._loading: dict[Key, tuple[uuid.UUID, float]] = {}  # life, and since when
         self._acting: dict[Key, asyncio.Task[None]] = {}
         self._outcomes: deque[tuple[Key, Move | None]] = deque()
@@ -243,10 +245,12 @@ class Launching:
             await connection.apply(move)
         if moves:
             rows = await connection.rows()
-        for row in rows:
-            version = self._versions.get(row.served)
-            if version is not None and row.key not in self._acting:
-                self._act(version, row, tasks)
+        for version in self._versions.values():
+            own = [row for row in rows if row.served == version.served]
+            version.launcher.expect(frozenset(row.number for row in own if row.state in RUNNING))
+            for row in own:
+                if row.key not in self._acting:
+                    self._act(version, row, tasks)
         return has_changed or bool(moves)
 
     def _act(self, version: LaunchedVersion, row: LaunchedRow, tasks: asyncio.TaskGroup) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from inference.adapters.launched_place import Place
 from inference.adapters.remote_connection import Link
 from inference.adapters.remote_engine import RemoteEngine
 from inference.adapters.remote_settings import RemoteSettings, parse_target
-from inference.launchers.place import Place
 
 PROGRESS_S = 0.5  # between two reports of progress
 FRACTION_MAX = 0.95  # of a start that takes longer than the last one

@@ -54,6 +54,9 @@ class CommandLauncher:
         self._terms = terms
         self._directory = directory
 
+    def expect(self, numbers: frozenset[int]) -> None:
+        """Implement `Launcher.expect`: each replica is started by itself."""
+
     async def start(self, replica: LaunchedId) -> str:
         """Implement `Launcher.start`."""
         terms = self._terms

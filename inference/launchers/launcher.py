@@ -50,7 +50,11 @@ class LaunchedId:
 
 
 class Launcher(Protocol):
-    """Interface of a kind of launcher. At most one call per replica runs at a time."""
+    """Interface of a kind of launcher, for one version. One call per replica runs at a time."""
+
+    def expect(self, numbers: frozenset[int]) -> None:
+        """Note which replicas should run, for launchers that can only set their number."""
+        ...
 
     async def start(self, replica: LaunchedId) -> str:
         """Start the server, unless it runs; return its address once it takes connections.

@@ -62,6 +62,9 @@ class ProcessLauncher:
         self._terms = terms
         self._directory = directory
 
+    def expect(self, numbers: frozenset[int]) -> None:
+        """Implement `Launcher.expect`: each replica is started by itself."""
+
     async def start(self, replica: LaunchedId) -> str:
         """Implement `Launcher.start`."""
         folder = self._folder(replica)

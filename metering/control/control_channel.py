@@ -121,7 +121,6 @@ class ControlChannel:
         drain: Callable[[Sequence[DrainCommand]], None],
         report_replicas: Callable[[], Sequence[dict[str, Any]]],
         broadcaster: Broadcaster | None = None,
-        launches_changed: Callable[[], None] | None = None,
     ) -> None:
         """Prepare the channel; `run` connects.
 
@@ -130,7 +129,6 @@ class ControlChannel:
         each poll with all drained replicas. `peer` is the "host:port" at which other processes
         reach this one, and the certificate it shows there. `peers` is called with the certificates
         of all processes when one is added. `broadcaster` None disables broadcasts.
-        `launches_changed` is called after a change of launched replicas.
         """
         self._conninfo = psycopg_conninfo(database_url)
         self._owner = (process_id, process_name, *peer)
@@ -140,7 +138,8 @@ class ControlChannel:
         self._drain = drain
         self._report_replicas = report_replicas
         self._broadcaster = broadcaster
-        self._launches_changed = launches_changed
+        # Called after a change of launched replicas; set by who follows them.
+        self.launches_changed: Callable[[], None] = lambda: None
         self._sent_at = -math.inf  # a monotonic clock may start at any value
         # All commands up to this id have been read, and no further ones can appear below it.
         self._floor: int | None = None
@@ -211,8 +210,7 @@ class ControlChannel:
                     if notice.channel == BROADCAST_CHANNEL and self._broadcaster is not None:
                         self._broadcaster.receive(notice.payload)
                     elif notice.payload == LAUNCHES:
-                        if self._launches_changed is not None:
-                            self._launches_changed()
+                        self.launches_changed()
                     else:
                         requested.add(notice.payload)
 

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from api.fleet.launch_plan import LaunchTerms
 from api.fleet.launching import LaunchedVersion, Launching
+from inference.adapters.launched_place import Place
 from inference.launchers.launcher import LaunchedId
-from inference.launchers.place import Place
 from inference.launchers.process import ProcessLauncher, ProcessTerms
 from inference.routing.on_demand import ManagedEngine
 
