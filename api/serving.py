@@ -290,6 +290,7 @@ class Server:
             servicers.inference.open_streams,
             for_peers.open_streams,
             self.listener.connection_count,
+            None if self.launching is None else self.launching.counts,
         )
         self.control = self._open_control(peer, accepted)
 

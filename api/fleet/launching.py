@@ -52,6 +52,17 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
+class LaunchCounts:
+    """Starts that this process has made as the scaler, by model and outcome, and the seconds that
+    successful ones took. `is_scaler` says whether it is the scaler now.
+    """
+
+    starts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+    is_scaler: bool = False
+
+
+@dataclass(slots=True)
 class LaunchedVersion:
     """Version whose servers a launcher starts. `members` are its engines, by number.
 
@@ -91,13 +102,10 @@ class Launching:
         self._outcomes: deque[tuple[Key, Move | None]] = deque()
         self._checked_at_s: dict[Key, float] = {}
         self._retries = Retries("launching", passing=LOST)
-        self.is_scaler = False
-        # Starts that this process made as the scaler, and the seconds that successful ones took.
-        self.start_counts: Counter[tuple[str, str]] = Counter()
-        self.start_seconds = dict.fromkeys(self._versions, 0.0)
+        self.counts = LaunchCounts(seconds=dict.fromkeys(self._versions, 0.0))
         for version in versions:
             for outcome in (STARTED, FAILED):
-                self.start_counts[version.served, outcome] = 0
+                self.counts.starts[version.served, outcome] = 0
             for place, _ in version.members:
                 place.demand_changed = self.wake
 
@@ -131,7 +139,7 @@ class Launching:
                         backoff.reset()
                         await self._serve(connection)
                     finally:
-                        self.is_scaler = False
+                        self.counts.is_scaler = False
                         await connection.close()
             except* LOST as away:
                 log.info("launch_connection_lost", cause=str(away.exceptions[0]).strip())
@@ -164,9 +172,9 @@ class Launching:
         self._woken.clear()
         has_changed = await self._write_demands(connection)
         if await connection.elect():
-            if not self.is_scaler:
+            if not self.counts.is_scaler:
                 log.info("launch_scaler_elected")
-            self.is_scaler = True
+            self.counts.is_scaler = True
             has_changed |= await self._scale(connection, tasks)
         self._follow(await connection.rows())
         if has_changed:
@@ -302,15 +310,15 @@ class Launching:
         try:
             address = await call()
         except LaunchFailed as error:
-            self.start_counts[row.served, FAILED] += 1
+            self.counts.starts[row.served, FAILED] += 1
             log.error("launched_replica_failed", replica=str(replica), reason=str(error))
             try:
                 await version.launcher.stop(replica)
             except LaunchFailed as left:  # the next start ends what is left
                 log.error("launched_replica_not_stopped", replica=str(replica), reason=str(left))
             return failed(row, str(error))
-        self.start_counts[row.served, STARTED] += 1
-        self.start_seconds[row.served] += self._clock() - began_at_s
+        self.counts.starts[row.served, STARTED] += 1
+        self.counts.seconds[row.served] += self._clock() - began_at_s
         return replace(moved(row, LaunchState.READY), address=address, error="")
 
     async def _pause(self, row: LaunchedRow, launcher: Launcher, replica: LaunchedId) -> Move:

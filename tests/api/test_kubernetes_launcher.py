@@ -157,7 +157,7 @@ async def test_what_is_refused_names_the_remedy(tmp_path: Path, port: int) -> No
             await launch().start(replica())
         launcher = launch()
         config(tmp_path, api.url, token="old")
-        with pytest.raises(LaunchFailed, match="401: renew the token"):
+        with pytest.raises(LaunchFailed, match=r"401: renew the token"):
             await launcher.start(replica())
     with pytest.raises(LaunchFailed, match=r"GET http.* failed"):
         await launcher.start(replica())
