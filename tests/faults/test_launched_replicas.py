@@ -17,6 +17,7 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.settings import bundled_models
+from inference.launchers.process import free_ports
 from metering.core.models import QuotaDimension
 from tests.faults.conftest import Start
 from tests.metering.invariants import check_invariants
@@ -220,3 +221,73 @@ async def test_a_server_that_dies_is_started_again(
     # The last api process stops its servers.
     assert await asyncio.to_thread(service.stop) == 0
     assert states(service) == {0: "stopped"}
+
+
+async def test_a_server_sleeps_and_wakes_for_the_next_request(
+    launch: Start, fleet: Fleet, model: Path, tmp_path: Path
+) -> None:
+    """Its sleep is a stopped process, so that no request could pass it."""
+    [port, other] = free_ports()
+    server = [sys.executable, "-m", "tests.remote_servers", str(model)]
+    command = " ".join([*server, str(tmp_path / "certificates"), str(port), str(other)])
+    pid = tmp_path / "server.pid"
+    scripts = {
+        "start": f"[ -e {pid} ] || {{ {command} > {tmp_path}/server.log 2>&1 & echo $! > {pid}; }}",
+        "stop": f"kill -9 $(cat {pid}); rm {pid}",
+        "sleep": f"kill -STOP $(cat {pid}); echo sleep >> {tmp_path}/calls",
+        "wake": f"kill -CONT $(cat {pid}); echo wake >> {tmp_path}/calls",
+        "status": f"test -e /proc/$(cat {pid})",
+    }
+    launcher = {
+        "kind": "command",
+        **{name: ["sh", "-c", text] for name, text in scripts.items()},
+        "address": f"trtllm://127.0.0.1:{port}",
+        "stop_after_s": 4,
+    }
+    service = serve(launch, fleet(launcher=launcher))
+    tenant = await new_tenant(service)
+    async with service.stream(tenant.secret) as stream:
+        for _ in range(2):
+            finished = await stream.finished(await stream.begin(max_output_tokens=5))
+            assert finished.usage.delivered_token_count == 5
+            await until(lambda: states(service) == {0: "sleeping"}, "its sleep")
+
+    assert (tmp_path / "calls").read_text().split() == ["sleep", "wake", "sleep"]
+    await until(lambda: states(service) == {0: "stopped"}, "the end of a long sleep")
+    assert not pid.exists()
+    lifetimes = service.database.rows(
+        "SELECT end_reason, ready_at <= ended_at AS ended FROM replica_lifetimes ORDER BY id"
+    )
+    assert lifetimes == [{"end_reason": "sleeping", "ended": True}] * 2
+
+
+async def test_an_idle_server_makes_room_for_another_model(
+    launch: Start, fleet: Fleet, tmp_path: Path
+) -> None:
+    """In either process, whose requests it has served."""
+    file = fleet(idle_timeout_s=0)
+    document = json.loads(file.read_text())
+    version = document["models"][MODEL]
+    version["launcher"]["pool"] = "gpus"
+    document["pools"] = {"gpus": {"max": 1}}
+    document["models"] = {MODEL: {"versions": {"v1": version, "v2": version}}}
+    file.write_text(json.dumps(document))
+    (tmp_path / "journal").mkdir()
+    services = []
+    for index in range(2):
+        home = tmp_path / f"home{index}"
+        home.mkdir()
+        (home / "journal").symlink_to(tmp_path / "journal")
+        services.append(serve(launch, file, home=home))
+    tenant = await new_tenant(services[0])
+
+    for version_name in ("v1", "v2", "v1"):
+        for service in services:
+            async with service.stream(tenant.secret) as stream:
+                request_id = await stream.begin(model=f"{MODEL}@{version_name}")
+                await stream.finished(request_id)
+        rows = services[0].database.rows(
+            "SELECT served FROM launched_replicas WHERE state IN ('ready', 'starting', 'stopping')"
+        )
+        assert [row["served"] for row in rows] == [f"{MODEL}@{version_name}"]
+    assert start_count(tmp_path) == 3
