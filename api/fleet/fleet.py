@@ -684,7 +684,8 @@ class ReplicaBuilder:
             served,
             launcher.build(settings.home),
             launcher.terms,
-            ends_with_service=not launcher.keep_running,
+            is_local=launcher.is_local,
+            ends_with_service=launcher.is_local and not launcher.keep_running,
         )
         replicas = []
         for number in range(version.replica_count_max):

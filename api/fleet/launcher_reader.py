@@ -62,6 +62,11 @@ class FleetLauncher:
     state_directory: Path | None = None
 
     @property
+    def is_local(self) -> bool:
+        """True if its servers run on the machine of the process that starts them."""
+        return isinstance(self.servers, ProcessTerms)
+
+    @property
     def can_have_several(self) -> bool:
         """True if its replicas have addresses of their own."""
         if isinstance(self.servers, ProcessTerms):

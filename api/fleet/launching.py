@@ -45,6 +45,10 @@ RETRY_S_MIN, RETRY_S_MAX = 5.0, 300.0
 STABLE_S = 60.0
 RECONNECT_S_MIN, RECONNECT_S_MAX = 0.05, 2.0
 CLOSE_TIMEOUT_S = 45.0  # for servers that end with the service
+ELSEWHERE = (
+    "its server runs on the machine {}: run all api processes of a model with a `process` launcher"
+    " on one machine, or use a launcher of another kind"
+)
 RUNNING = (LaunchState.STARTING, LaunchState.WAKING, LaunchState.READY, LaunchState.LEAVING)
 STARTED, FAILED = "started", "failed"
 
@@ -66,12 +70,14 @@ class LaunchCounts:
 class LaunchedVersion:
     """Version whose servers a launcher starts. `members` are its engines, by number.
 
-    With `ends_with_service`, the last api process that ends stops its servers.
+    If `is_local`, its servers run on the machine of the scaler, for processes of that machine. With
+    `ends_with_service`, the last api process that ends stops its servers.
     """
 
     served: str
     launcher: Launcher
     terms: LaunchTerms
+    is_local: bool = False
     ends_with_service: bool = False
     members: list[tuple[Place, ManagedEngine]] = field(default_factory=list)
 
@@ -176,7 +182,7 @@ class Launching:
                 log.info("launch_scaler_elected")
             self.counts.is_scaler = True
             has_changed |= await self._scale(connection, tasks)
-        self._follow(await connection.rows())
+        self._follow(await connection.rows(), connection.host)
         if has_changed:
             await connection.notify()
 
@@ -198,16 +204,24 @@ class Launching:
             self._written, self._written_at_s = written, now_s
         return has_changed
 
-    def _follow(self, rows: Sequence[LaunchedRow]) -> None:
+    def _follow(self, rows: Sequence[LaunchedRow], host: str) -> None:
         """Tell the engines of this process what the rows say."""
         found = {row.key: row for row in rows}
         for version in self._versions.values():
             for place, managed in version.members:
                 row = found.get((place.served, place.number))
-                place.follow(self._standing(row))
+                if row is not None and self._is_elsewhere(row, host) and has_server(row):
+                    place.follow(Standing(failure=ELSEWHERE.format(row.host)))
+                else:
+                    place.follow(self._standing(row))
                 is_leaving = row is not None and row.state is LaunchState.LEAVING
                 if is_leaving and managed.idle_since_s() is not None:
                     managed.evict()
+
+    def _is_elsewhere(self, row: LaunchedRow, host: str) -> bool:
+        """Return whether a replica is on another machine, which nothing here reaches."""
+        version = self._versions.get(row.served)
+        return version is not None and version.is_local and row.host != host
 
     def _standing(self, row: LaunchedRow | None) -> Standing:
         if row is None:
@@ -240,9 +254,12 @@ class Launching:
                 has_changed = True
             self._outcomes.popleft()
             del self._acting[key]
-        rows = await connection.rows()
+        rows, elsewhere = await self._own_rows(connection)
         terms = {served: version.terms for served, version in self._versions.items()}
-        moves = plan(terms, self._pools, rows, merged(await connection.demands()))
+        wanted = merged(await connection.demands())
+        for key in elsewhere:
+            wanted.pop(key, None)
+        moves = plan(terms, self._pools, rows, wanted)
         for move in moves:
             log.info(
                 "launched_replica_moves",
@@ -252,7 +269,7 @@ class Launching:
             )
             await connection.apply(move)
         if moves:
-            rows = await connection.rows()
+            rows, _ = await self._own_rows(connection)
         for version in self._versions.values():
             own = [row for row in rows if row.served == version.served]
             version.launcher.expect(frozenset(row.number for row in own if row.state in RUNNING))
@@ -260,6 +277,23 @@ class Launching:
                 if row.key not in self._acting:
                     self._act(version, row, tasks)
         return has_changed or bool(moves)
+
+    async def _own_rows(self, connection: LaunchConnection) -> tuple[list[LaunchedRow], set[Key]]:
+        """Read the replicas that this scaler can handle, and the keys of those on other machines.
+
+        If no process lives on such a machine, the replica is lost, and can be started here.
+        """
+        rows = await connection.rows()
+        away = [row for row in rows if self._is_elsewhere(row, connection.host) and has_server(row)]
+        if not away:
+            return rows, set()
+        hosts = await connection.hosts()
+        for row in away:
+            if row.host not in hosts:
+                log.error("launched_replica_lost", replica=f"{row.served}#{row.number}")
+                await connection.apply(failed(row, f"its machine {row.host} has gone"))
+        keys = {row.key for row in away}
+        return [row for row in rows if row.key not in keys], keys
 
     def _act(self, version: LaunchedVersion, row: LaunchedRow, tasks: asyncio.TaskGroup) -> None:
         """Begin what the state of a row asks for."""
@@ -363,9 +397,10 @@ class Launching:
             return
         async with asyncio.TaskGroup() as stops:
             ending = []
-            for row in await connection.rows():
+            rows, _ = await self._own_rows(connection)
+            for row in rows:
                 version = self._versions.get(row.served)
-                if version is None or not version.ends_with_service or not _has_server(row):
+                if version is None or not version.ends_with_service or not has_server(row):
                     continue
                 await connection.apply(moved(row, LaunchState.STOPPING))
                 replica = LaunchedId(row.served, row.number, str(row.life))
@@ -376,7 +411,8 @@ class Launching:
             await connection.apply(task.result())
 
 
-def _has_server(row: LaunchedRow) -> bool:
+def has_server(row: LaunchedRow) -> bool:
+    """Return whether a server may exist."""
     return row.state not in (LaunchState.STOPPED, LaunchState.FAILED)
 
 

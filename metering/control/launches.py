@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ Key = tuple[str, int]  # served name and number of a replica
 
 @dataclass(frozen=True, slots=True)
 class LaunchedRow:
-    """State of one replica.
+    """State of one replica. `host` is the machine of the scaler that has started it.
 
     `age_s` is the time in this state, `ready_s` since it became ready, `retry_in_s` until a failed
     start may be repeated. `load_s` is the duration of its last start; None if there was none.
@@ -71,6 +72,7 @@ class LaunchedRow:
     number: int
     state: LaunchState
     life: uuid.UUID
+    host: str
     address: str
     error: str
     failure_count: int
@@ -125,7 +127,7 @@ class Move:
 
 
 SELECT_ROWS = """
-SELECT served, number, state, life, address, error, failure_count,
+SELECT served, number, state, life, host, address, error, failure_count,
        extract(epoch FROM clock_timestamp() - changed_at)::float8,
        extract(epoch FROM clock_timestamp() - ready_at)::float8,
        coalesce(extract(epoch FROM retry_at - clock_timestamp())::float8, 0),
@@ -133,14 +135,19 @@ SELECT served, number, state, life, address, error, failure_count,
 FROM launched_replicas
 """
 WRITE_DEMAND = """
-INSERT INTO replica_demands (process_id, written_at, demands)
-VALUES (%s, clock_timestamp(), %s::jsonb)
+INSERT INTO replica_demands (process_id, host, written_at, demands)
+VALUES (%s, %s, clock_timestamp(), %s::jsonb)
 ON CONFLICT (process_id) DO UPDATE
 SET written_at = excluded.written_at, demands = excluded.demands
 """
 WITHDRAW = "DELETE FROM replica_demands WHERE process_id = %s"
 SELECT_DEMANDS = f"""
 SELECT process_id, demands
+FROM replica_demands
+WHERE written_at > clock_timestamp() - interval '{DEMAND_EXPIRES}'
+"""
+SELECT_HOSTS = f"""
+SELECT DISTINCT host
 FROM replica_demands
 WHERE written_at > clock_timestamp() - interval '{DEMAND_EXPIRES}'
 """
@@ -152,10 +159,10 @@ LOCK = "SELECT pg_try_advisory_lock(%s)"
 # A start from nothing has a new life; a lifetime begins with it, and with waking up.
 START = """
 WITH started AS (
-    INSERT INTO launched_replicas AS r (served, number, state, life)
-    VALUES (%(served)s, %(number)s, 'starting', gen_random_uuid())
+    INSERT INTO launched_replicas AS r (served, number, state, life, host)
+    VALUES (%(served)s, %(number)s, 'starting', gen_random_uuid(), %(host)s)
     ON CONFLICT (served, number) DO UPDATE
-    SET state = 'starting', life = excluded.life, address = '', error = '',
+    SET state = 'starting', life = excluded.life, host = excluded.host, address = '', error = '',
         changed_at = clock_timestamp(), ready_at = NULL, retry_at = NULL
     WHERE r.life = %(life)s AND r.state = %(before)s
     RETURNING served, number, life
@@ -217,6 +224,7 @@ class LaunchConnection:
     def __init__(self, connection: BoundedConnection, process_id: uuid.UUID) -> None:
         self._connection = connection
         self._process_id = process_id
+        self.host = socket.gethostname()
         self.is_scaler = False  # once the lock is held, until the connection ends
 
     @classmethod
@@ -248,7 +256,9 @@ class LaunchConnection:
     async def want(self, demands: Sequence[Demand]) -> None:
         """Replace the demands of this process."""
         values = [[each.served, each.number, each.wanted_s, each.idle_s] for each in demands]
-        await self._connection.execute(WRITE_DEMAND, (self._process_id, json.dumps(values)))
+        await self._connection.execute(
+            WRITE_DEMAND, (self._process_id, self.host, json.dumps(values))
+        )
 
     async def withdraw(self) -> None:
         """Remove the demands of this process."""
@@ -264,12 +274,17 @@ class LaunchConnection:
         rows = await self._all(SELECT_DEMANDS)
         return {process_id: [Demand(*each) for each in found] for process_id, found in rows}
 
+    async def hosts(self) -> set[str]:
+        """Return the machines with live processes."""
+        return {host for (host,) in await self._all(SELECT_HOSTS)}
+
     async def apply(self, move: Move) -> None:
         """Change a state, if it is still the one that the move expects. For the scaler only."""
         assert self.is_scaler, "only the scaler changes states"
         values: dict[str, Any] = {
             "served": move.served,
             "number": move.number,
+            "host": self.host,
             "life": move.life,
             "before": move.before and move.before.value,
             "after": move.after.value,

@@ -573,9 +573,7 @@ async def model_load(sessions: Sessions, model: str) -> ModelLoad:
     """Ask all processes what of a model waits and runs. Waits at most `REPORT_WAIT_S` seconds."""
     requested_at, _ = await ask_all(sessions)
     async with sessions() as session:
-        row = (
-            await session.execute(SELECT_LOAD, {"asked_at": requested_at, "model": model})
-        ).one()
+        row = (await session.execute(SELECT_LOAD, {"asked_at": requested_at, "model": model})).one()
         is_starting = (await session.scalars(SELECT_STARTING, {"model": model})).one()
     return ModelLoad(
         row.waiting_count,

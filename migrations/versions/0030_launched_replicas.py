@@ -16,6 +16,7 @@ CREATE TABLE launched_replicas (
     number int,
     state text NOT NULL,
     life uuid NOT NULL,
+    host text NOT NULL,
     address text DEFAULT '' NOT NULL,
     error text DEFAULT '' NOT NULL,
     changed_at timestamptz DEFAULT clock_timestamp() NOT NULL,
@@ -37,6 +38,7 @@ CREATE TABLE launched_replicas (
 -- seconds.
 CREATE UNLOGGED TABLE replica_demands (
     process_id uuid CONSTRAINT pk_replica_demands PRIMARY KEY,
+    host text NOT NULL,
     written_at timestamptz NOT NULL,
     demands jsonb NOT NULL
 );

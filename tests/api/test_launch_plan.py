@@ -29,6 +29,7 @@ def row(served: str, state: str, number: int = 0, **values: float) -> LaunchedRo
         number,
         LaunchState(state),
         LIFE,
+        host="here",
         address="",
         error="",
         failure_count=0,
