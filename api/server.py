@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import grpc
 from google.protobuf import text_format
@@ -35,8 +36,11 @@ from api.generation.request.peers import (
     advertised,
     peer_listen_address,
 )
+from api.keda.external_scaler import ExternalScaler
+from api.keda.externalscaler_pb2_grpc import add_ExternalScalerServicer_to_server
 from api.rpc.inference_service import InferenceServicer
 from api.rpc.open_streams import BoundedCalls
+from common.settings import SettingInvalid
 
 # The transport resets streams above its own limit without a status if they come before the client
 # knows the limit, and delays later ones until others end. It therefore takes more than the service,
@@ -48,6 +52,8 @@ REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 KEEPALIVE_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 PEER_CONNECTIONS_MAX = 512  # one per other process; `api/process.py` reserves room for them
+KEDA_BYTES_MAX = 64 << 10
+KEDA_CALLS_MAX = 1000  # two streams for each ScaledObject, from two operators
 # Clients may ping this often, even without a call, as proxies require.
 CLIENT_PING_INTERVAL_MS_MIN = 10_000
 
@@ -155,6 +161,47 @@ def build_peer_server(
     return server, Peer(
         advertised(settings.listen.advertised, address, port), identity.certificate.decode()
     )
+
+
+def build_keda_server(
+    settings: Settings, servicer: ExternalScaler
+) -> tuple[grpc.aio.Server, int] | None:
+    """Build the server of KEDA's external scaler, and bind its port; None if it is off.
+
+    Raises: SettingInvalid, AddressUnavailable.
+    """
+    listen = settings.listen
+    if listen.keda == "off":
+        return None
+    files, authority = settings.tls.files(), listen.keda_client_ca
+    if authority and files is None:
+        raise SettingInvalid(
+            f"WEIR_KEDA_CLIENT_CA={authority!r}: needs TLS: set WEIR_TLS_CERTIFICATE and"
+            " WEIR_TLS_KEY too"
+        )
+    own = {
+        "grpc.max_receive_message_length": KEDA_BYTES_MAX,
+        "grpc.max_send_message_length": KEDA_BYTES_MAX,
+        "grpc.so_reuseport": int(listen.share_port),
+    }
+    server = grpc.aio.server(
+        options=tuple((dict(options(settings)) | own).items()),
+        maximum_concurrent_rpcs=KEDA_CALLS_MAX,
+    )
+    # The stubs declare a server.
+    add_ExternalScalerServicer_to_server(cast(Any, servicer), server)
+    try:
+        if files is None:
+            port = server.add_insecure_port(listen.keda)
+        else:
+            tls = Tls(files[0], files[1], Path(authority) if authority else None)
+            port = server.add_secure_port(listen.keda, tls.grpc_credentials())
+    except RuntimeError as error:
+        raise AddressUnavailable(
+            f"cannot listen on {listen.keda}: another program listens there, or this machine does"
+            " not have that address; choose another with WEIR_KEDA_LISTEN"
+        ) from error
+    return server, port
 
 
 def options(settings: Settings) -> tuple[tuple[str, int], ...]:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+import grpc
 import structlog
 
 from api.access.auth import Authenticator
@@ -33,12 +34,14 @@ from api.core.rate_limiter import RateLimiter
 from api.core.settings import ListenSettings, Settings
 from api.core.statuses import link_to_docs
 from api.core.wire import use_signer
-from api.fleet.fleet import build_serving
+from api.fleet.fleet import Serving, build_serving
+from api.fleet.launching import Launching
 from api.generation.request import control
 from api.generation.request.admission import Admission, Capacity
 from api.generation.request.peers import Identity, Peer, PeerCertificates, make_identity
 from api.generation.request.registry import RequestRegistry
 from api.generation.request.relay import Relays
+from api.keda.external_scaler import ExternalScaler
 from api.metrics.operator_http import BacklogReader, MetricsListener, Parts, Probes, Scrapes
 from api.observability.observer import Observer
 from api.observability.spans import Spans
@@ -53,7 +56,7 @@ from api.process import (
 )
 from api.rpc.inference_service import InferenceServicer
 from api.rpc.open_streams import BoundedCalls
-from api.server import Servicers, build_peer_server, build_server
+from api.server import Servicers, build_keda_server, build_peer_server, build_server
 from common.incidents import IncidentTaskGroup, Retries, sole_cause
 from common.settings import SettingInvalid
 from inference.engine import Backend
@@ -65,6 +68,7 @@ from inference.safety.safety_file import Safety, read_safety
 from inference.text.tokenizer import Tokenizer
 from inference.workers.process import SpareWorkers
 from metering.control.control_channel import ControlChannel
+from metering.control.live import model_load
 from metering.core.errors import DatabaseUnavailable, InvalidValue
 from metering.holds.holds import HoldStore
 from metering.holds.journal import UsageJournal, check_locks
@@ -143,6 +147,7 @@ class Server:
         self._spares.count = settings.replicas.spare_workers
         serving = build_serving(settings, self._spares.open)
         self.router = Router(serving.engines, serving.encoders, serving.catalog)
+        self.launching = self._open_launching(serving)
         tokenizers = load_tokenizers(self.router, settings)
         self.signer = open_signer(settings)
         await self._recover()
@@ -241,6 +246,13 @@ class Server:
             end_users_max=database.end_users_max,
         )
 
+    def _open_launching(self, serving: Serving) -> Launching | None:
+        """Create the scaler's part of this process; None if no model has a launcher."""
+        if not serving.launched:
+            return None
+        url = self.settings.database.url
+        return Launching(url, self.process_id, serving.launched, serving.pools)
+
     def _bind(self, tls: Tls | None, identity: Identity) -> None:
         """Build the services and bind the ports, without accepting connections."""
         settings, registry, authenticator = self.settings, self.registry, self.authenticator
@@ -253,6 +265,7 @@ class Server:
         calls = BoundedCalls(authenticator.share_to_read, registry.in_thread)
         guard = Guard(self.observer.call_failed, self.pace)
         self.server, port = build_server(settings, servicers, self.health, tls, calls, guard)
+        self.keda = self._bind_keda()
         self.probes = Probes(self.health, self.observer.loop_lag.watch)
         self.listener = Listener(
             self._http_handle(servicers), settings, tls, lambda: registry.is_draining
@@ -269,14 +282,23 @@ class Server:
         with_tls = tls is not None
         self.endpoint = Endpoint(settings.home, listen.address, port, tls=with_tls, urls=urls)
         self._listening = {"address": listen.address, "port": port, "tls": with_tls, **urls}
+        if self.keda is not None:
+            self._listening["keda_port"] = self.keda[1]
         self.parts = Parts(
             registry,
             authenticator,
             servicers.inference.open_streams,
             for_peers.open_streams,
             self.listener.connection_count,
+            None if self.launching is None else self.launching.counts,
         )
         self.control = self._open_control(peer, accepted)
+
+    def _bind_keda(self) -> tuple[grpc.aio.Server, int] | None:
+        """Bind the port of KEDA's external scaler; None if it is off."""
+        warn_of_open_scaler(self.settings)
+        load = partial(model_load, self.admin_sessions)
+        return build_keda_server(self.settings, ExternalScaler(self.router, load))
 
     def _servicers(self) -> Servicers:
         """Build the gRPC services for clients."""
@@ -315,7 +337,7 @@ class Server:
     def _open_control(self, peer: Peer, accepted: PeerCertificates) -> ControlChannel:
         """Create the channel on which other processes cancel requests here and ask what runs."""
         registry = self.registry
-        return ControlChannel(
+        channel = ControlChannel(
             self.settings.database.url,
             self.process_id,
             control.process_name(),
@@ -327,6 +349,9 @@ class Server:
             report_replicas=lambda: control.report_replicas(registry),
             broadcaster=SharedFailures(self.authenticator.throttle, self.process_id),
         )
+        if self.launching is not None:
+            channel.launches_changed = self.launching.wake
+        return channel
 
     def _serve_engines(self) -> None:
         """Run all engines as tasks, and load the models that do not start on demand."""
@@ -340,6 +365,8 @@ class Server:
         """Start the background loops."""
         self.background.append(self.tasks.create_task(self.holds.run(), name="holds"))
         self._keep_running("control channel", self.control.run)
+        if self.launching is not None:
+            self._keep_running("launching", self.launching.run)
         self._keep_running("usage notices", self.notices.run)
         self._keep_running("key uses", self.uses.run)
         self._keep_running("recovery", self.recover_regularly)
@@ -375,6 +402,8 @@ class Server:
         await self.listener.start()
         await self.metrics.start(self.probes.before(scrapes.handle, with_parts=True))
         await self.server.start()
+        if self.keda is not None:
+            await self.keda[0].start()
         self._keep_running("books", lambda: backlog_reader.watch_workers(self.health))
         health = keep_health(
             self.health,
@@ -424,11 +453,15 @@ class Server:
     async def _close(self) -> None:
         """Close the gRPC port, the engines, the HTTP port, and last the metrics port."""
         await self.relays.close()
+        if self.keda is not None:
+            await self.keda[0].stop(grace=0.0)
         await self.peer_server.stop(grace=1.0)
         await self.holds.release_preauthorized()
         await self.server.stop(grace=1.0)
         for engine in self.router.backends():
             await engine.close()
+        if self.launching is not None:
+            await self.launching.close()
         await self.listener.stop()
         await self.metrics.stop()
         for task in self.background:
@@ -472,6 +505,18 @@ def warn_of_open_metrics(listen: ListenSettings) -> None:
             address=address,
             remedy="metrics have neither TLS nor a key: let only collectors and probes reach this"
             " port, or set WEIR_METRICS_LISTEN to an address on 127.0.0.1",
+        )
+
+
+def warn_of_open_scaler(settings: Settings) -> None:
+    """Log a warning if other machines can ask KEDA's external scaler without a certificate."""
+    address = settings.listen.keda
+    if address != "off" and not is_local(address) and not settings.listen.keda_client_ca:
+        log.warning(
+            "keda_port_reachable_from_other_machines",
+            address=address,
+            remedy="it tells how many requests of each model wait: let only KEDA's operator reach"
+            " it, by a NetworkPolicy, or set WEIR_KEDA_CLIENT_CA",
         )
 
 

@@ -402,8 +402,9 @@ BORDERS = (
     Border(
         ("weir_cli", "weir_client"),
         inside=("api/", "common/", "inference/", "metering/"),
-        save_for=("api/cli/", "api/fleet/fleet_file.py"),  # which reads YAML as the commands do
-        why="the server does not call itself as a client; only commands do",
+        save_for=("api/cli/", "api/fleet/fleet_file.py", "api/fleet/launcher_reader.py"),
+        why="the server does not call itself as a client; only commands do, and the fleet file is"
+        " read as their YAML is",
     ),
     Border(
         ("transformers",),
@@ -436,9 +437,10 @@ BORDERS = (
             *("metering/alerts/webhooks.py", "metering/export/stripe_inbox.py"),
             "inference/adapters/remote_http.py",
             "inference/adapters/remote_http_connection.py",
+            "inference/launchers/http.py",
             *("bench/http_api_load.py", "bench/hostile_upstream.py", "bench/service.py"),
         ),
-        why="only OpenAI's API, console, metrics, webhooks and remote engines use HTTP",
+        why="only OpenAI's API, console, metrics, webhooks, remote engines and launchers use HTTP",
     ),
     Border(
         ("opentelemetry",),

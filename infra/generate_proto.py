@@ -1,4 +1,4 @@
-"""Generate the Python code of the contract beside its `.proto` files.
+"""Generate the Python code of the contract, and of vendored protocols, beside the `.proto` files.
 
 Run as `make proto`. `make proto-check` runs it with `--check`, which fails if the committed code is
 out of date.
@@ -16,7 +16,9 @@ from pathlib import Path
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.rpc import status_pb2
 
-PROTO_ROOT = Path(__file__).resolve().parent.parent / "proto"
+ROOT = Path(__file__).resolve().parent.parent
+PROTO_ROOT = ROOT / "proto"
+VENDORED = ("api/keda/externalscaler.proto",)  # protocols of other projects, from the root
 # Googleapis-common-protos has `google/rpc/*.proto` beside its code.
 GOOGLE_ROOT = Path(status_pb2.__file__).parents[2]
 
@@ -29,6 +31,7 @@ def generate(out: Path) -> None:
     stubs_to = [f"--grpc_python_out={out}", f"--mypy_grpc_out=quiet:{out}"]
     protoc([*messages_to, *map(str, protos)])
     protoc([*stubs_to, *map(str, services)])
+    protoc([f"-I{ROOT}", *messages_to, *stubs_to, *VENDORED])
 
 
 def protoc(arguments: list[str]) -> None:
@@ -37,9 +40,8 @@ def protoc(arguments: list[str]) -> None:
     scripts = Path(sys.executable).parent
     plugins = [f"--plugin={scripts / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
     roots = [f"-I{root}" for root in (PROTO_ROOT, well_known, GOOGLE_ROOT)]
-    subprocess.run(
-        [sys.executable, "-m", "grpc_tools.protoc", *plugins, *roots, *arguments], check=True
-    )
+    command = [sys.executable, "-m", "grpc_tools.protoc", *plugins, *roots, *arguments]
+    subprocess.run(command, check=True, cwd=ROOT)
 
 
 def contract() -> FileDescriptorSet:
@@ -49,6 +51,12 @@ def contract() -> FileDescriptorSet:
         protos = map(str, sorted(PROTO_ROOT.glob("weir/v1/*.proto")))
         protoc(["--include_source_info", f"--descriptor_set_out={out}", *protos])
         return FileDescriptorSet.FromString(out.read_bytes())
+
+
+def home_of(path: Path) -> Path:
+    """Return the folder below which a generated file belongs."""
+    is_vendored = any(path.parent == Path(each).parent for each in VENDORED)
+    return ROOT if is_vendored else PROTO_ROOT
 
 
 def generated(root: Path) -> dict[Path, bytes]:
@@ -68,15 +76,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         generate(Path(scratch))
         new, old = generated(Path(scratch)), generated(PROTO_ROOT)
+        for each in VENDORED:
+            folder = Path(each).parent
+            old |= {folder / name: text for name, text in generated(ROOT / folder).items()}
     stale = sorted(path for path in new.keys() | old.keys() if new.get(path) != old.get(path))
     if check and stale:
         print("generated code is out of date, run `make proto`:", file=sys.stderr)
     for path in stale:
-        print(f"  proto/{path}")
+        target = home_of(path) / path
+        print(f"  {target.relative_to(ROOT)}")
         if not check and path in new:
-            (PROTO_ROOT / path).write_bytes(new[path])
+            target.write_bytes(new[path])
         elif not check:
-            (PROTO_ROOT / path).unlink()
+            target.unlink()
     return 1 if check and stale else 0
 
 

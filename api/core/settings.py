@@ -129,6 +129,11 @@ class ListenSettings:
     # loopback, 2000 above the port of WEIR_LISTEN. If processes share a port, each takes the first
     # free one from there on.
     metrics: str = setting("WEIR_METRICS_LISTEN", "", address_or_off)
+    # `host:port` of KEDA's external scaler, without a key; `off` closes it. With
+    # WEIR_TLS_CERTIFICATE it uses TLS.
+    keda: str = setting("WEIR_KEDA_LISTEN", "off", address_or_off)
+    # PEM file with the CA of KEDA's client certificate, which is then required there.
+    keda_client_ca: str = setting("WEIR_KEDA_CLIENT_CA", "", str)
     # Let several processes of one machine listen on one port; the kernel shares connections out.
     # Off by default, because a second server on a port is usually a mistake.
     share_port: bool = setting("WEIR_SHARE_PORT", False, truth)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,8 +28,12 @@ from api.fleet.fleet_file import (
     FleetVersion,
     read_fleet,
 )
+from api.fleet.launch_plan import Pool
+from api.fleet.launcher_reader import FleetLauncher
+from api.fleet.launching import LaunchedVersion
 from common.gpus import GpusUnknown, read_gpus, visible_gpus
 from common.settings import SettingInvalid
+from inference.adapters.launched_place import Place
 from inference.adapters.remote_settings import (
     KeyFile,
     KeyUnusable,
@@ -357,12 +361,15 @@ def fetched_directory(
 class Serving:
     """Backends of a process, by served name: `engines` generate, `encoders` embed.
 
-    `catalog` lists the names that clients can request.
+    `catalog` lists the names that clients can request. `launched` are the versions whose servers a
+    launcher starts, within `pools`.
     """
 
     engines: dict[str, Engine]
     encoders: dict[str, Encoder]
     catalog: Catalog
+    launched: tuple[LaunchedVersion, ...] = ()
+    pools: Mapping[str, Pool] = field(default_factory=dict)
 
 
 def build_serving(settings: Settings, opener: WorkerOpener = open_worker) -> Serving:
@@ -414,7 +421,7 @@ def build_serving(settings: Settings, opener: WorkerOpener = open_worker) -> Ser
         remedy = f"allow at least {error.needed_bytes:,}, or lower WEIR_KV_CACHE_BYTES"
         raise SettingInvalid(f"{setting}: {error}; {remedy}") from error
     catalog = Catalog(shares, fleet.aliases, fleet.regions, settings.models.region)
-    return Serving(engines, encoders, catalog)
+    return Serving(engines, encoders, catalog, tuple(builder.launched), fleet.pools)
 
 
 def add_adapters(
@@ -600,17 +607,19 @@ class ReplicaBuilder:
     ) -> None:
         self.budget = budget
         self.managed: list[Resident] = []
+        self.launched: list[LaunchedVersion] = []
         self._settings = settings
         self._directory = directory
         self._opener = opener
 
     def build_set(self, model: FleetModel, version: FleetVersion, served: str) -> ReplicaSet:
         """Build the replicas of one version. Raises: CheckpointInvalid, SettingInvalid."""
-        replicas = (
-            self._remote_replicas(version, served)
-            if version.engine == "remote"
-            else self._local_replicas(version, served)
-        )
+        if version.launcher is not None:
+            replicas = self._launched_replicas(version, version.launcher, served)
+        elif version.engine == "remote":
+            replicas = self._remote_replicas(version, served)
+        else:
+            replicas = self._local_replicas(version, served)
         info = replace(replicas[0].engine.model, name=served)
         count_min = version.replica_count_min
         wait_s = 0.0 if self._is_lone(version) else model.recovery_wait_s
@@ -701,6 +710,41 @@ class ReplicaBuilder:
                     self._breaker(version),
                 )
             )
+        return replicas
+
+    def _launched_replicas(
+        self, version: FleetVersion, launcher: FleetLauncher, served: str
+    ) -> list[Replica]:
+        """Build replicas on servers that a launcher starts while an engine here wants them."""
+        settings = self._settings
+        # The address is known once the server runs; only its kind matters now.
+        unknown = str(Target(launcher.service, "launched:1"))
+        target = FleetTarget(unknown, version.region, launcher.key_file, launcher.key_header)
+        options = remote_settings(settings, served, target, version.directory)
+        if version.share_prefixes:
+            options = replace(options, share_prefixes=True)
+        # Imported late: the package was checked above.
+        from inference.adapters.remote_launched import LaunchedEngine
+
+        found = LaunchedVersion(
+            served,
+            launcher.build(settings.home),
+            launcher.terms,
+            is_local=launcher.is_local,
+            ends_with_service=launcher.is_local and not launcher.keep_running,
+        )
+        replicas = []
+        for number in range(version.replica_count_max):
+            place = Place(served, number)
+            is_pinned = number < version.replica_count_min
+            managed = ManagedEngine(
+                partial(LaunchedEngine, options, place),
+                ManagedTerms(self._idle_timeout_s(version), Needs(is_pinned=is_pinned)),
+            )
+            found.members.append((place, managed))
+            name, region = f"{served}#{number}", version.region or settings.models.region
+            replicas.append(Replica(name, managed, region, self._breaker(version)))
+        self.launched.append(found)
         return replicas
 
     def _local_replicas(self, version: FleetVersion, served: str) -> list[Replica]:

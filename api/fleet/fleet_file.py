@@ -8,16 +8,18 @@ explains the keys.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import yaml
-from weir_cli.yaml_files import Keys, NotYaml, StrictReader, Value, compose, similar_name
+from weir_cli.yaml_files import Keys, NotYaml, compose, similar_name
 from yaml.constructor import SafeConstructor
 
 from api.core.settings import Settings
+from api.fleet.launch_plan import Pool
+from api.fleet.launcher_reader import UNITS_MAX, FleetLauncher, ValueReader, word
 from common.settings import SettingInvalid, number, one_of, truth, whole
 from inference.adapters.remote_settings import TARGET_FORM, key_header, parse_target
 
@@ -41,16 +43,11 @@ RECOVERY_WAIT_S_MAX = 600.0
 RECOVERY_WAIT_S = 10.0  # enough to restart the process of a small model
 OF_LOCAL_ENGINES = ("replicas", "idle_timeout_s", "memory_bytes", "region")
 OF_GPU_ENGINES = ("engine_config", "gpus")
-OF_REMOTE = ("targets", "share_prefixes")  # the last one is for models that generate
+OF_REMOTE = ("targets", "share_prefixes", "launcher")  # all but the first: to generate
+OF_LAUNCHED = ("replicas", "idle_timeout_s", "region")
 OF_VERSION = {"engine", "directory", "weight", *OF_REMOTE, *OF_LOCAL_ENGINES, *OF_GPU_ENGINES}
 
 UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
-
-
-def text(value: str) -> str:
-    if not value:
-        raise ValueError("must not be empty")
-    return value
 
 
 def size(value: str) -> int:
@@ -103,6 +100,7 @@ class FleetVersion:
     from the checkpoint. `engine_config` has TensorRT-LLM's options, as for `trtllm-serve --config`.
     `gpus` are the ids that its replicas may use; empty: any. `share_prefixes` lets tenants share
     the prefix caches of its remote engines; if False, WEIR_REMOTE_SHARE_PREFIXES decides.
+    `launcher` starts its remote engines, which then have no `targets`.
     """
 
     version: str
@@ -118,6 +116,7 @@ class FleetVersion:
     engine_config: Mapping[str, Any] = field(default_factory=dict)
     gpus: tuple[str, ...] = ()
     share_prefixes: bool = False
+    launcher: FleetLauncher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +144,7 @@ class Fleet:
 
     `regions` has the fallback regions of each region. `memory_bytes` limits all local replicas
     together; None: no limit. `gpus` are the ids of the GPUs to use; empty: all that are visible.
+    `pools` limit the replicas that launchers start.
     """
 
     models: tuple[FleetModel, ...]
@@ -152,6 +152,7 @@ class Fleet:
     regions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     memory_bytes: int | None = None
     gpus: tuple[str, ...] = ()
+    pools: Mapping[str, Pool] = field(default_factory=dict)
 
 
 def model_names(settings: Settings) -> tuple[list[str], list[str]]:
@@ -193,7 +194,7 @@ def parse_fleet(content: str, path: Path) -> Fleet:
     return fleet
 
 
-class FleetReader(StrictReader):
+class FleetReader(ValueReader):
     """Converts the YAML nodes of a fleet file to its classes, and collects all errors."""
 
     def __init__(self, base: Path) -> None:
@@ -201,6 +202,7 @@ class FleetReader(StrictReader):
         super().__init__()
         self._base = base
         self._regions: frozenset[str] = frozenset()
+        self._pools: dict[str, Pool] = {}
 
     def named(
         self, node: yaml.Node | None, location: str, pattern: re.Pattern[str], what: str
@@ -218,35 +220,11 @@ class FleetReader(StrictReader):
             self.wrong(node, location, f"is empty: name {what}, or leave it out")
         return found
 
-    def value(
-        self, node: yaml.Node | None, location: str, parse: Callable[[str], Value], default: Value
-    ) -> Value:
-        """Parse a scalar. Returns the default if the scalar is missing or invalid."""
-
-        def parsed(text: str) -> Value:
-            try:
-                return parse(text)
-            except ValueError as error:
-                raise ValueError(f"{error}, not {text[:64]!r}") from None
-
-        found = None if node is None else self.scalar(node, location, parsed)
-        return default if found is None else found
-
-    def value_of(
-        self, keys: Keys, location: str, name: str, parse: Callable[[str], Value], default: Value
-    ) -> Value:
-        """Parse the scalar of a key. Returns the default if it is missing or invalid."""
-        return self.value(keys.get(name), f"{location}.{name}", parse, default)
-
-    def refuse(self, keys: Keys, location: str, names: Iterable[str], message: str) -> None:
-        """Report an error for each of these keys that the file has."""
-        for name in names:
-            if name in keys:
-                self.wrong(keys[name], f"{location}.{name}", message)
-
     def fleet(self, root: yaml.Node | None) -> Fleet:
-        keys = self.mapping(root, "", ("models", "aliases", "regions", "memory_bytes", "gpus"))
+        known = ("models", "aliases", "regions", "memory_bytes", "gpus", "pools")
+        keys = self.mapping(root, "", known)
         regions = self.regions(keys.get("regions"))
+        self._pools = self.pools(keys.get("pools"))
         if "models" not in keys:
             self.wrong(root, "models", "is missing: name at least one model")
         nodes = self.named(keys.get("models"), "models", NAME, "a model")
@@ -257,7 +235,18 @@ class FleetReader(StrictReader):
             regions=regions,
             memory_bytes=self.value(keys.get("memory_bytes"), "memory_bytes", size, None),
             gpus=self.gpus(keys.get("gpus"), "gpus"),
+            pools=self._pools,
         )
+
+    def pools(self, node: yaml.Node | None) -> dict[str, Pool]:
+        """Parse the pools of launched replicas, each with its maximum of units."""
+        found = {}
+        for name, each in self.named(node, "pools", WORD, "a pool").items():
+            keys = self.mapping(each, f"pools.{name}", ("max",))
+            self.require(each, f"pools.{name}", keys, "max")
+            most = self.value_of(keys, f"pools.{name}", "max", whole(1, UNITS_MAX), 1)
+            found[name] = Pool(most)
+        return found
 
     def gpus(self, node: yaml.Node | None, location: str) -> tuple[str, ...]:
         """Parse a list of GPU ids: numbers or UUIDs, as in `CUDA_VISIBLE_DEVICES`."""
@@ -337,7 +326,16 @@ class FleetReader(StrictReader):
             )
         count_min, count_max = self.replicas(get("replicas"), f"{location}.replicas")
         targets = self.targets(get("targets"), f"{location}.targets")
-        if engine in REMOTE:
+        launcher = self.launcher(get("launcher"), f"{location}.launcher", self._base, self._pools)
+        if launcher is not None and engine == "remote":
+            reason = "is for servers that run anyway: leave it out, or leave out `launcher`"
+            self.refuse(keys, location, ("targets",), reason)
+            reason = "is for engines on this machine: leave it out here"
+            self.refuse(keys, location, set(OF_LOCAL_ENGINES) - set(OF_LAUNCHED), reason)
+            if count_max > 1 and not launcher.can_have_several:
+                reason = "must have a max of 1: its launcher has one address, without {number}"
+                self.wrong(get("replicas"), f"{location}.replicas", reason)
+        elif engine in REMOTE:
             count_min = count_max = max(len(targets), 1)
             if not targets:
                 self.wrong(
@@ -369,7 +367,7 @@ class FleetReader(StrictReader):
         return FleetVersion(
             version=version,
             engine=engine,
-            directory=self._base / self.value_of(keys, location, "directory", text, ""),
+            directory=self._base / self.value_of(keys, location, "directory", word, ""),
             weight=self.value_of(keys, location, "weight", number(0, WEIGHT_MAX), 1.0),
             region=self.region(get("region"), f"{location}.region"),
             replica_count_min=count_min,
@@ -382,6 +380,7 @@ class FleetReader(StrictReader):
             engine_config=self.engine_config(get("engine_config"), f"{location}.engine_config"),
             gpus=self.gpus(get("gpus"), f"{location}.gpus"),
             share_prefixes=self.value_of(keys, location, "share_prefixes", truth, False),
+            launcher=launcher,
         )
 
     def engine_config(self, node: yaml.Node | None, location: str) -> dict[str, Any]:
@@ -438,7 +437,7 @@ class FleetReader(StrictReader):
                 self.wrong(each, f"{at}.address", f"is missing: {TARGET_FORM}")
             address = self.value_of(keys, at, "address", target, "")
             region = self.region(keys.get("region"), f"{at}.region")
-            file = self.value_of(keys, at, "key_file", text, "")
+            file = self.value_of(keys, at, "key_file", word, "")
             header = self.value_of(keys, at, "key_header", key_header, "")
             if header and not file:
                 self.wrong(each, f"{at}.key_header", "needs a key_file")
@@ -460,7 +459,7 @@ class FleetReader(StrictReader):
         found = {}
         for alias, each in self.named(node, "aliases", NAME, "an alias").items():
             location = f"aliases.{alias}"
-            target = self.value(each, location, text, "")
+            target = self.value(each, location, word, "")
             if alias in names:
                 self.wrong(each, location, "is the name of a model: give the alias another one")
             if target and target not in known:
@@ -476,7 +475,7 @@ class FleetReader(StrictReader):
 
     def region(self, node: yaml.Node | None, location: str) -> str:
         """Parse the name of a region that the file defines. Empty if the node is missing."""
-        name = self.value(node, location, text, "")
+        name = self.value(node, location, word, "")
         if name and name not in self._regions:
             known = ", ".join(sorted(self._regions))
             remedy = (

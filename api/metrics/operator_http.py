@@ -39,6 +39,7 @@ from prometheus_client.registry import Collector
 from api.access.auth import Authenticator
 from api.core.endpoint import bound_socket, local_url
 from api.core.health import BILLING_WORKER, Health, store_is_well
+from api.fleet.launching import LaunchCounts
 from api.generation.request.phases import PHASE_NAMES
 from api.generation.request.registry import RequestRegistry
 from api.observability.observer import Histogram, RequestCounts, Times
@@ -107,6 +108,9 @@ MEANINGS: Mapping[str, str] = {
     "weir_engine_info": "Always 1, for a ready embedded engine: the kernels that it computes with.",
     "weir_engine_sequences": "Sequences in a replica, by state.",
     "weir_engine_sequences_max": "Maximum of sequences that a replica runs at once; 0 if unknown.",
+    "weir_launch_scaler": "1 if this process is the one that starts and stops launched replicas.",
+    "weir_launches": "Starts of launched replicas that this process has made, by outcome.",
+    "weir_launch_seconds": "Seconds that successful starts of launched replicas have taken.",
     "weir_kv_blocks": "Blocks of a replica's KV cache, by state.",
     "weir_queue_refusals": (
         "Requests refused because the queue was full or their deadline too early."
@@ -349,6 +353,7 @@ class Parts:
     open_streams: Callable[[], int]
     open_peer_streams: Callable[[], int]
     http_connections: Callable[[], int]
+    launches: LaunchCounts | None = None
 
 
 def process_metrics(parts: Parts) -> Iterator[Metric]:
@@ -380,7 +385,17 @@ def process_metrics(parts: Parts) -> Iterator[Metric]:
     yield gauge("weir_throttled_addresses", throttled)
     incidents = (((source,), float(count)) for source, count in INCIDENT_COUNTS.items())
     yield counters("weir_background_incidents", ("source",), incidents)
+    yield from launch_metrics(parts.launches or LaunchCounts())
     yield from store_metrics(parts)
+
+
+def launch_metrics(counts: LaunchCounts) -> Iterator[Metric]:
+    """Yield the metrics of servers that this process has started as the scaler."""
+    yield gauge("weir_launch_scaler", float(counts.is_scaler))
+    starts = ((labels, float(count)) for labels, count in counts.starts.items())
+    yield counters("weir_launches", ("model", "outcome"), starts)
+    seconds = (((model,), total_s) for model, total_s in counts.seconds.items())
+    yield counters("weir_launch_seconds", ("model",), seconds)
 
 
 def store_metrics(parts: Parts) -> Iterator[Metric]:

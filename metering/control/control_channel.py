@@ -24,7 +24,7 @@ import structlog
 
 from common.backoff import Backoff
 from common.incidents import Retries
-from metering.control.live import CHANNEL, PEERS, REPORT, CancelCommand, DrainCommand
+from metering.control.live import CHANNEL, LAUNCHES, PEERS, REPORT, CancelCommand, DrainCommand
 from metering.store.db import (
     KEEPALIVES,
     BoundedConnection,
@@ -138,6 +138,8 @@ class ControlChannel:
         self._drain = drain
         self._report_replicas = report_replicas
         self._broadcaster = broadcaster
+        # Called after a change of launched replicas; set by who follows them.
+        self.launches_changed: Callable[[], None] = lambda: None
         self._sent_at = -math.inf  # a monotonic clock may start at any value
         # All commands up to this id have been read, and no further ones can appear below it.
         self._floor: int | None = None
@@ -207,6 +209,8 @@ class ControlChannel:
                 with self._retries.survive("broadcast"):
                     if notice.channel == BROADCAST_CHANNEL and self._broadcaster is not None:
                         self._broadcaster.receive(notice.payload)
+                    elif notice.payload == LAUNCHES:
+                        self.launches_changed()
                     else:
                         requested.add(notice.payload)
 

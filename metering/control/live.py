@@ -35,6 +35,7 @@ from metering.store.db import Sessions
 LiveRow = Row[Any]  # row of a statement of this module, with its columns as attributes
 CHANNEL = "weir_control"
 POLL, REPORT, PEERS = "poll", "report", "peers"  # payloads of notifications
+LAUNCHES = "launches"  # the same, after a change of launched replicas
 KEPT_FOR = timedelta(days=1)  # far longer than a process can be cut off and still hold its requests
 FORGET_OLD = text("DELETE FROM cancel_commands WHERE created_at < now() - :kept_for")
 
@@ -522,3 +523,62 @@ async def end_drain(
     )
     await _announce(session)
     return True
+
+
+# Of one model, in the reports of all processes. A request waits until an engine has begun with it;
+# `first_token_wait_ms` is the age of the oldest request without a token.
+SELECT_LOAD = text("""
+SELECT count(*) FILTER (WHERE q.phase IN ('preparing', 'queued', 'loading')) AS waiting_count,
+       coalesce(sum(q.waiting_token_count), 0)::bigint AS waiting_token_count,
+       count(*) FILTER (WHERE q.phase IN ('prefill', 'decode')) AS running_count,
+       coalesce(
+           max(q.age_s) FILTER (
+               WHERE q.phase IN ('preparing', 'queued', 'loading', 'prefill')
+           ) * 1000, 0
+       )::float8 AS first_token_wait_ms,
+       count(*) FILTER (WHERE q.phase = 'loading') AS loading_count
+FROM live_reports r,
+LATERAL jsonb_to_recordset(r.requests) AS q(
+    model text, phase text, age_s float8, waiting_token_count bigint
+)
+WHERE r.reported_at >= :asked_at AND q.model = :model
+""")
+SELECT_STARTING = text("""
+SELECT EXISTS (
+    SELECT
+    FROM launched_replicas
+    WHERE state IN ('starting', 'waking')
+      AND (served = :model OR starts_with(served, :model || '@'))
+)
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoad:
+    """Requests of one model in all processes. `is_starting` says whether a server of it starts."""
+
+    waiting_count: int = 0
+    waiting_token_count: int = 0
+    running_count: int = 0
+    first_token_wait_ms: float = 0.0
+    is_starting: bool = False
+
+    @property
+    def is_active(self) -> bool:
+        """True if the model is needed, or is just being loaded."""
+        return bool(self.waiting_count or self.running_count or self.is_starting)
+
+
+async def model_load(sessions: Sessions, model: str) -> ModelLoad:
+    """Ask all processes what of a model waits and runs. Waits at most `REPORT_WAIT_S` seconds."""
+    requested_at, _ = await ask_all(sessions)
+    async with sessions() as session:
+        row = (await session.execute(SELECT_LOAD, {"asked_at": requested_at, "model": model})).one()
+        is_starting = (await session.scalars(SELECT_STARTING, {"model": model})).one()
+    return ModelLoad(
+        row.waiting_count,
+        row.waiting_token_count,
+        row.running_count,
+        row.first_token_wait_ms,
+        is_starting or row.loading_count > 0,
+    )

@@ -67,6 +67,10 @@ models: {chat: {directory: d, engine: remote, targets: [nowhere]}}
     targets[0]: must be trtllm://host:port
 models: {chat: {directory: d, engine: remote, targets: ['vllm://a:1'], replicas: {max: 2}}}
     models.chat.replicas: is for engines that Weir starts itself
+models: {chat: {directory: d, launcher: {kind: process, command: [x]}}}
+    models.chat.launcher: is for remote engines
+pools: {gpus: {}}\nmodels: {chat: {directory: d}}
+    pools.gpus: `max` is missing
 models: {chat: {directory: d, region: eu}}
     models.chat.region: 'eu' is not a region of this file: list the regions
 regions: {eu: [mars]}\nmodels: {chat: {directory: d}}

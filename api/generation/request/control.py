@@ -10,7 +10,15 @@ from typing import Any
 
 from api.access.auth import KEY_REVOKED, SECRET_REPLACED, Authenticator
 from api.core.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidway
-from api.generation.request.phases import STREAMING, Held, Received
+from api.generation.request.phases import (
+    STREAMING,
+    AdmittedGeneration,
+    Asking,
+    Held,
+    Loading,
+    Queued,
+    Received,
+)
 from api.generation.request.registry import RequestRegistry, Running
 from metering.control.live import CancelCommand, DrainCommand
 from metering.core.models import Outcome
@@ -104,10 +112,21 @@ def record(request: Running, now: float) -> dict[str, Any]:
         "phase": phase_word(request),
         "age_s": now - request.caller.received_at,
         "input_token_count": usage.input_token_count,
+        "waiting_token_count": waiting_token_count(request),
         "cached_input_token_count": usage.cached_input_token_count,
         "delivered_token_count": usage.delivered_token_count,
         "tokens_per_second": request.watch.tokens_per_second(usage.delivered_token_count),
     }
+
+
+def waiting_token_count(request: Running) -> int:
+    """Count the input tokens of a generate request that no engine has yet; 0 if one has."""
+    phase = request.phase
+    if isinstance(phase, Asking):
+        return len(phase.request.prompt_token_ids)
+    if isinstance(phase, (Queued, Loading)) and isinstance(phase.admitted, AdmittedGeneration):
+        return len(phase.admitted.request.prompt_token_ids)
+    return 0
 
 
 def phase_word(request: Running) -> str:

@@ -1,0 +1,1 @@
+"""Launchers: servers of models that are started and stopped by demand."""
