@@ -277,6 +277,7 @@ class Server:
             self.listener.connection_count,
         )
         self.control = self._open_control(peer, accepted)
+        self.control.on_weights = registry.set_weights
 
     def _servicers(self) -> Servicers:
         """Build the gRPC services for clients."""

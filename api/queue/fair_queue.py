@@ -13,7 +13,7 @@ import asyncio
 import bisect
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import TracebackType
@@ -347,6 +347,12 @@ class FairQueue:
         waiting.by_tenant[tenant] = own + 1
         self._number += 1
         return QueueEntry(self, arrival, self._number)
+
+    def reweigh(self, weights: Mapping[int, float]) -> None:
+        """Set the weights of tenants, by id as an integer; others weigh 1."""
+        if self.is_fair:
+            for tier in self.tiers.values():
+                tier.line.reweigh(weights)
 
     def stopped_waiting(self, arrival: Arrival) -> None:
         """Record that a request has stopped waiting: it was dispatched or has left."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import heapq
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -117,6 +117,16 @@ class Line(Generic[Item]):
         self.output_tokens_mean: float | None = None  # of all tenants; None before the first
         self._last: Tenant[Item] | None = None  # served or left last
         self._swept_at = 1000  # number of known tenants at which idle ones are removed
+
+    def reweigh(self, weights: Mapping[int, float]) -> None:
+        """Set the weights of the known tenants, by id as an integer; others weigh 1.
+
+        Service before the change keeps its weight.
+        """
+        for number, tenant in self._tenants.items():
+            tenant.weight = weights.get(number, 1.0)
+            if tenant.waiting:
+                self._note_priority(tenant)
 
     def waiting_tenants(self) -> Iterator[Tenant[Item]]:
         """Iterate over the tenants that have waiting requests."""
