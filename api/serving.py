@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from api.fleet.fleet import build_serving
 from api.generation.request import control
 from api.generation.request.admission import Admission, Capacity
 from api.generation.request.peers import Identity, Peer, PeerCertificates, make_identity
-from api.generation.request.registry import RequestRegistry
+from api.generation.request.registry import RequestRegistry, shared_queues
 from api.generation.request.relay import Relays
 from api.metrics.operator_http import BacklogReader, MetricsListener, Parts, Probes, Scrapes
 from api.observability.observer import Observer
@@ -51,6 +51,7 @@ from api.process import (
     return_freed_memory,
     stop_signals,
 )
+from api.queue.exchange import QueueExchange
 from api.rpc.inference_service import InferenceServicer
 from api.rpc.open_streams import BoundedCalls
 from api.server import Servicers, build_peer_server, build_server
@@ -161,6 +162,13 @@ class Server:
             self.relays,
             self.observer,
             self.pace,
+        )
+        self.exchange = QueueExchange(
+            shared_queues(self.router, self.registry.queues)
+            if settings.queue.order == "fair"
+            else {},
+            settings.database.url,
+            self.process_id,
         )
         self._bind(tls, identity)
         self._serve_engines()
@@ -316,12 +324,17 @@ class Server:
     def _open_control(self, peer: Peer, accepted: PeerCertificates) -> ControlChannel:
         """Create the channel on which other processes cancel requests here and ask what runs."""
         registry = self.registry
+
+        def noting(certificates: Sequence[str]) -> None:
+            accepted.replace(certificates)
+            self.exchange.note_processes(len(certificates))
+
         return ControlChannel(
             self.settings.database.url,
             self.process_id,
             control.process_name(),
             peer=(peer.address, peer.certificate),
-            peers=accepted.replace,
+            peers=noting,
             stop=lambda command: control.apply_command(registry, self.authenticator, command),
             report=lambda: control.report(registry),
             drain=lambda commands: control.apply_drains(registry, commands),
@@ -341,6 +354,7 @@ class Server:
         """Start the background loops."""
         self.background.append(self.tasks.create_task(self.holds.run(), name="holds"))
         self._keep_running("control channel", self.control.run)
+        self._keep_running("queue exchange", self.exchange.run)
         self._keep_running("usage notices", self.notices.run)
         self._keep_running("key uses", self.uses.run)
         self._keep_running("recovery", self.recover_regularly)

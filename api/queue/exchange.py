@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
+import structlog
 
 from api.queue.fair_queue import FairQueue, QueueReport
 from common.backoff import Backoff
@@ -29,6 +30,8 @@ SILENT_S = 1.0  # five intervals: a busy event loop or database delays one or tw
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 1.0
 
 Reports = dict[str, QueueReport]  # by pool
+
+log = structlog.get_logger(__name__)
 
 
 class Exchange:
@@ -84,7 +87,11 @@ class Exchange:
 
     def _absorb(self, row: QueueReportRow) -> None:
         now = self._clock()
-        reports = msgspec.msgpack.decode(row.report, type=Reports)
+        try:
+            reports = msgspec.msgpack.decode(row.report, type=Reports)
+        except msgspec.DecodeError as error:  # of another release, during an upgrade
+            log.warning("queue_report_unreadable", process=row.process_id, cause=str(error))
+            reports = {}
         for pool, queue in self.queues.items():
             if (report := reports.get(pool)) is None:
                 queue.forget(row.process_id)

@@ -53,22 +53,15 @@ class Tier(Generic[Entry]):
         """
         level = self.line.start(tenant_id) + own_units / weight
         return own_units + sum(
-            self._whole_requests(tenant, *counts, level, reserved(tenant.id))
-            for tenant, *counts in self.line.backlogged_tenants()
+            self._whole_requests(tenant, level, reserved(tenant.id))
+            for tenant in self.line.backlogged_tenants()
             if tenant.id != tenant_id and tenant.rank < level
         )
 
-    def _whole_requests(
-        self,
-        tenant: Tenant[Entry],
-        request_count: int,
-        input_token_count: int,
-        output_token_count_max: int,
-        level: float,
-        reserved_units: float,
-    ) -> float:
+    def _whole_requests(self, tenant: Tenant[Entry], level: float, reserved_units: float) -> float:
         """Estimate a tenant's service until its rank reaches `level`, in whole requests."""
-        backlog = self.cost(input_token_count, output_token_count_max, request_count)
+        request_count, input_tokens, output_tokens_max = tenant.backlog()
+        backlog = self.cost(input_tokens, output_tokens_max, request_count)
         each = max(backlog / request_count, 1.0)
         return min(
             backlog + reserved_units, math.ceil((level - tenant.rank) * tenant.weight / each) * each

@@ -206,13 +206,13 @@ class Line(Generic[Item]):
         """Iterate over the tenants that have requests waiting here."""
         return (tenant for tenant in self._tenants.values() if tenant.waiting)
 
-    def backlogged_tenants(self) -> Iterator[tuple[Tenant[Item], int, int, int]]:
-        """Iterate over the tenants with requests that wait in any process, with their backlog."""
-        for tenant in self._tenants.values():
-            if tenant.waiting or tenant.elsewhere:
-                backlog = tenant.backlog()
-                if backlog[0]:
-                    yield tenant, *backlog
+    def backlogged_tenants(self) -> Iterator[Tenant[Item]]:
+        """Iterate over the tenants that have requests waiting in any process."""
+        return (
+            tenant
+            for tenant in self._tenants.values()
+            if tenant.waiting or (tenant.elsewhere and tenant.backlog()[0])
+        )
 
     @property
     def waits_elsewhere(self) -> bool:

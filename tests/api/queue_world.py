@@ -14,6 +14,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from api.core.errors import QueueFull, StartsTooLate
 from api.core.settings import QueueSettings
@@ -143,7 +144,7 @@ class World:
             self.processes.append(self._process())
             if exchanges and process_count > 1:
                 # As processes start at different times, so their exchanges alternate.
-                self.at(INTERVAL_S * (index + 1) / process_count, lambda at=index: self._tick(at))
+                self.at(INTERVAL_S * (index + 1) / process_count, partial(self._tick, index))
         if not has_window:
             vars(self.queue.window).update(has_room=lambda rank: True)  # replaces its method
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 from msgspec.structs import replace
 
 from api.core.settings import QueueSettings
 from api.queue.exchange import INTERVAL_S, Exchange
-from api.queue.fair_queue import ServiceTier
+from api.queue.fair_queue import QueueEntry, ServiceTier
 from api.queue.virtual_tokens import Line, LineReport
 from metering.control.queue_reports import QueueReportRow
 from tests.api.queue_world import EngineModel, Request, World, agent, percentile
@@ -87,7 +88,7 @@ def unfairness(seed: int, *, exchanges: bool = True) -> float:
     event_count = rng.randint(0, 3)
     for _ in range(event_count):
         act, index = rng.choice([die, cut_off]), rng.randrange(PROCESSES)
-        world.at(rng.uniform(6, 20), lambda act=act, index=index: act(world, index))  # type: ignore[misc]
+        world.at(rng.uniform(6, 20), partial(act, world, index))
 
     served = service(world, 5.0, 25.0)
 
@@ -145,11 +146,11 @@ def keep_levels_apart(patch: pytest.MonkeyPatch) -> None:
     honest = Line.absorb
 
     def absorb(
-        self: Line[Request], process_id: uuid.UUID, report: LineReport, *, is_new: bool
+        self: Line[QueueEntry], process_id: uuid.UUID, report: LineReport, *, is_new: bool
     ) -> float:
         tenants = tuple(replace(each, counter=0.0) for each in report.tenants)
         apart = replace(report, level=0.0, tenants=tenants)
-        return honest(self, process_id, apart, is_new=is_new)  # type: ignore[arg-type]
+        return honest(self, process_id, apart, is_new=is_new)
 
     patch.setattr(Line, "absorb", absorb)
 
@@ -229,7 +230,7 @@ def test_places_and_promised_waits_are_those_of_all_processes() -> None:
     ]
     peaks: list[int] = []
     for request in requests:
-        world.at(2.0 + request.sent_at, lambda request=request: world.send_stubbornly(request))  # type: ignore[misc]
+        world.at(2.0 + request.sent_at, partial(world.send_stubbornly, request))
     world.on_event = lambda: peaks.append(sum(each.queue.waiting.total for each in world.processes))
     world.run(120.0)
 
@@ -251,7 +252,7 @@ def batch_turns(process_count: int) -> int:
         for index in range(80)
     ]
     for request in batch:
-        world.at(5.0, lambda request=request: world.send(request))  # type: ignore[misc]
+        world.at(5.0, partial(world.send_stubbornly, request))
     world.run(35.0)
     return sum(each.dispatched_at is not None for each in batch)
 
