@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from api.fleet.launching import Launching
 from api.generation.request import control
 from api.generation.request.admission import Admission, Capacity
 from api.generation.request.peers import Identity, Peer, PeerCertificates, make_identity
-from api.generation.request.registry import RequestRegistry
+from api.generation.request.registry import RequestRegistry, shared_queues
 from api.generation.request.relay import Relays
 from api.keda.external_scaler import ExternalScaler
 from api.metrics.operator_http import BacklogReader, MetricsListener, Parts, Probes, Scrapes
@@ -54,6 +54,7 @@ from api.process import (
     return_freed_memory,
     stop_signals,
 )
+from api.queue.exchange import QueueExchange
 from api.rpc.inference_service import InferenceServicer
 from api.rpc.open_streams import BoundedCalls
 from api.server import Servicers, build_keda_server, build_peer_server, build_server
@@ -166,6 +167,13 @@ class Server:
             self.relays,
             self.observer,
             self.pace,
+        )
+        self.exchange = QueueExchange(
+            shared_queues(self.router, self.registry.queues)
+            if settings.queue.order == "fair"
+            else {},
+            settings.database.url,
+            self.process_id,
         )
         self._bind(tls, identity)
         self._serve_engines()
@@ -293,6 +301,7 @@ class Server:
             None if self.launching is None else self.launching.counts,
         )
         self.control = self._open_control(peer, accepted)
+        self.control.on_weights = registry.set_weights
 
     def _bind_keda(self) -> tuple[grpc.aio.Server, int] | None:
         """Bind the port of KEDA's external scaler; None if it is off."""
@@ -337,12 +346,17 @@ class Server:
     def _open_control(self, peer: Peer, accepted: PeerCertificates) -> ControlChannel:
         """Create the channel on which other processes cancel requests here and ask what runs."""
         registry = self.registry
+
+        def noting(certificates: Sequence[str]) -> None:
+            accepted.replace(certificates)
+            self.exchange.note_processes(len(certificates))
+
         channel = ControlChannel(
             self.settings.database.url,
             self.process_id,
             control.process_name(),
             peer=(peer.address, peer.certificate),
-            peers=accepted.replace,
+            peers=noting,
             stop=lambda command: control.apply_command(registry, self.authenticator, command),
             report=lambda: control.report(registry),
             drain=lambda commands: control.apply_drains(registry, commands),
@@ -367,6 +381,7 @@ class Server:
         self._keep_running("control channel", self.control.run)
         if self.launching is not None:
             self._keep_running("launching", self.launching.run)
+        self._keep_running("queue exchange", self.exchange.run)
         self._keep_running("usage notices", self.notices.run)
         self._keep_running("key uses", self.uses.run)
         self._keep_running("recovery", self.recover_regularly)

@@ -21,7 +21,7 @@ import heapq
 import math
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 RETRY_S_MIN = 0.05  # with a shorter retry-after a client would spin
@@ -84,6 +84,10 @@ class Reservations:
     def count(self, owner_id: uuid.UUID) -> int:
         """Count the reservations of one owner."""
         return len(self._moments.get(owner_id, ()))
+
+    def owners(self) -> Iterable[uuid.UUID]:
+        """Return the owners that have reservations."""
+        return self._amounts
 
     def amount(self, owner_id: uuid.UUID) -> float:
         """Return the amount reserved for all requests of one owner."""

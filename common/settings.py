@@ -158,9 +158,7 @@ def positive(most: float) -> Callable[[str], float]:
     return parse
 
 
-def pairs(
-    what: str, parse: Callable[[str], Value], parse_name: Callable[[str], object] = str
-) -> Callable[[str], dict[str, Value]]:
+def pairs(what: str, parse: Callable[[str], Value]) -> Callable[[str], dict[str, Value]]:
     """Create a parser of comma-separated `name=value` pairs, each name once.
 
     `what` describes the pairs in error messages.
@@ -173,7 +171,7 @@ def pairs(
             try:
                 if not name or not value:
                     raise ValueError
-                name, parsed = str(parse_name(name)), parse(value)
+                parsed = parse(value)
             except ValueError:
                 raise ValueError(f"must be {what}, separated by commas") from None
             if name in found:

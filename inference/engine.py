@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
@@ -272,6 +272,23 @@ class Backend(Protocol):
         Running work ends as described in `submit` and `embed`. A closed engine cannot be restarted.
         """
         ...
+
+
+@runtime_checkable
+class Pooled(Protocol):
+    """Backend whose engines other api processes use too."""
+
+    @property
+    def pool(self) -> str:
+        """Identity of these engines, equal in all processes that use the same ones; empty if no
+        other process uses them.
+        """
+        ...
+
+
+def pool_of(backend: Backend) -> str:
+    """Return the identity of the engines that a backend shares with other processes, or empty."""
+    return backend.pool if isinstance(backend, Pooled) else ""
 
 
 class Engine(Backend, Protocol):

@@ -166,6 +166,7 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "CreateOrganization": "name",
         "ListOrganizations": "",
         "SetBillingProfile": "organization billing_profile:profile",
+        "SetQueueWeight": "organization queue_weight_milli",
         "CreateProject": "organization name",
         "ListProjects": "organization",
         "CreateApiKey": "organization project name",

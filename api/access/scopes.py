@@ -22,7 +22,8 @@ BY_SERVICE: Mapping[str, Mapping[Scopes, tuple[str, ...]]] = {
     },
     "weir.v1.AdminService": {
         ADMINS: (
-            *("CreateOrganization", "ListOrganizations", "SetBillingProfile"),
+            *("CreateOrganization", "ListOrganizations"),
+            *("SetBillingProfile", "SetQueueWeight"),
             *("CreateProject", "ListProjects"),
             *("CreateApiKey", "RotateApiKey", "UpdateApiKey", "RevokeApiKey", "ListApiKeys"),
             *("SetQuota", "OverrideQuota", "DeleteQuota", "ListQuotas"),

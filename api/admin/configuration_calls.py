@@ -154,6 +154,7 @@ class Parsing:
                 for n, each in enumerate(message.resale_prices)
             ),
             message.prune_resale_prices,
+            wire.given(message, "queue_weight_milli"),
         )
 
     def project(self, path: str, message: configuration_pb2.ProjectConfiguration) -> ProjectSpec:

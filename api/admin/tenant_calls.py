@@ -34,6 +34,12 @@ from metering.tenants.billing_profiles import (
 )
 from metering.tenants.key_terms import KeyTerms
 from metering.tenants.networks import excludes
+from metering.tenants.queue_weights import (
+    DEFAULT_MILLI,
+    queue_weight,
+    queue_weights,
+    set_queue_weight,
+)
 from metering.tenants.usage_subjects import (
     checked_end_user,
     checked_label,
@@ -67,9 +73,8 @@ class TenantCalls(AuthenticatedServicer):
                 allow_existing=request.allow_existing,
                 actor=acting.actor,
             )
-        profile = await billing_profile(session, organization.id)
         return organization.id, pb.CreateOrganizationResponse(
-            organization=organization_message(organization, profile), existed=existed
+            organization=await described(session, organization), existed=existed
         )
 
     async def SetBillingProfile(
@@ -82,9 +87,19 @@ class TenantCalls(AuthenticatedServicer):
                 session, organization=str(organization.id), profile=given, actor=actor
             )
             await check_shown(profile, self._issuer)
-            return pb.SetBillingProfileResponse(
-                organization=organization_message(organization, profile)
+            return pb.SetBillingProfileResponse(organization=await described(session, organization))
+
+    async def SetQueueWeight(
+        self, request: pb.SetQueueWeightRequest, context: Context
+    ) -> pb.SetQueueWeightResponse:
+        async with self._transaction(context) as (session, actor):
+            organization = await set_queue_weight(
+                session,
+                organization=request.organization,
+                weight_milli=request.queue_weight_milli,
+                actor=actor,
             )
+            return pb.SetQueueWeightResponse(organization=await described(session, organization))
 
     @once
     async def CreateProject(
@@ -198,19 +213,32 @@ class TenantCalls(AuthenticatedServicer):
 
 
 async def organizations(session: AsyncSession) -> pb.ListOrganizationsResponse:
-    """List all organizations, with their billing profiles."""
-    profiles = await billing_profiles(session)
+    """List all organizations, with their billing profiles and queue weights."""
+    profiles, weights = await billing_profiles(session), await queue_weights(session)
     found = await tenants.list_organizations(session)
     return pb.ListOrganizationsResponse(
-        organizations=[organization_message(each, profiles.get(each.id)) for each in found]
+        organizations=[
+            organization_message(each, profiles.get(each.id), weights.get(each.id, DEFAULT_MILLI))
+            for each in found
+        ]
     )
 
 
+async def described(session: AsyncSession, organization: Organization) -> pb.Organization:
+    """Describe an organization, with its billing profile and queue weight."""
+    profile = await billing_profile(session, organization.id)
+    return organization_message(organization, profile, await queue_weight(session, organization.id))
+
+
 def organization_message(
-    organization: Organization, profile: BillingProfile | None
+    organization: Organization, profile: BillingProfile | None, weight_milli: int
 ) -> pb.Organization:
     return wire.message_of(
-        pb.Organization, organization, organization_id=organization.id, billing_profile=profile
+        pb.Organization,
+        organization,
+        organization_id=organization.id,
+        billing_profile=profile,
+        queue_weight_milli=weight_milli,
     )
 
 

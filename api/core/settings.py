@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -18,6 +17,7 @@ from typing import Any, Literal
 
 from api.core.addresses import is_local
 from common.settings import (
+    PREFIX,
     SettingInvalid,
     changed,
     number,
@@ -46,8 +46,13 @@ PORT_MAX = 65_535
 DEMO_MODEL_NAME = "demo"
 DEMO_ENCODER_NAME = "demo-embedding"
 # Weights outside this range would starve the tenant itself or all others.
-WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
 # Variables that name models. If one is set, the bundled encoder is left out.
+# What replaces a setting that was removed, by its variable without the prefix.
+REMOVED = {
+    "QUEUE_WEIGHTS": "the weight of an organization is stored with it now: set it once with"
+    " `weir org weight ORGANIZATION WEIGHT` or `queue_weight` in the file of `weir apply`, and"
+    " unset this variable"
+}
 MODEL_VARIABLES = ("WEIR_FLEET", "WEIR_MODELS", "WEIR_ENCODERS", "WEIR_REMOTE_TARGETS")
 
 
@@ -107,11 +112,6 @@ call_formats = pairs(
     f"name=format pairs, each format one of {', '.join(MODEL_CALL_FORMATS)}", model_call_format
 )
 paths_by_name = pairs("name=directory pairs", Path)
-weights_by_id = pairs(
-    f"organization-id=weight pairs, each weight from {WEIGHT_MIN} to {WEIGHT_MAX}",
-    number(WEIGHT_MIN, WEIGHT_MAX),
-    uuid.UUID,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,9 +408,6 @@ class QueueSettings:
     order: Literal["fair", "arrival"] = setting(
         "WEIR_QUEUE_ORDER", "fair", one_of("fair", "arrival")
     )
-    # How much organizations count in the fair queue; 1 by default. Under load, twice the weight is
-    # twice the service.
-    weights: Mapping[str, float] = setting("WEIR_QUEUE_WEIGHTS", dict, weights_by_id)
     # How long the batch tier may wait behind interactive requests.
     batch_wait_max_s: float = setting("WEIR_QUEUE_BATCH_WAIT_MAX_S", 30.0, positive(86_400))
 
@@ -527,6 +524,9 @@ class Settings:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
         """Read all settings from the environment. Raises SettingInvalid naming the variable."""
+        for name, remedy in REMOVED.items():
+            if environment.get(variable := PREFIX + name):
+                raise SettingInvalid(f"{variable} is not a setting any more: {remedy}")
         settings = read(cls, environment)
         if any(environment.get(variable) for variable in MODEL_VARIABLES):
             return settings

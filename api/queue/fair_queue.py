@@ -5,6 +5,9 @@ are dispatched in the order of `virtual_tokens.Line`, and the engine follows the
 here. `DispatchWindow` limits how many requests the engine gets at once. `QueueAdmission` refuses
 requests if there is no room or they would start too late. Used by one event loop; nothing here
 awaits.
+
+Queues of several processes before the same engines exchange a `QueueReport` some times a second
+(`exchange.py`): order, bounds, estimates and the turns of the batch tier are those of all of them.
 """
 
 from __future__ import annotations
@@ -13,21 +16,25 @@ import asyncio
 import bisect
 import math
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import TracebackType
 from typing import Self
+
+import msgspec
 
 from api.core.settings import QueueSettings
 from api.queue.queue_admission import (
     ALL_TENANTS,
     Arrival,
     QueueAdmission,
+    TenantPlaces,
     WaitingCounts,
 )
 from api.queue.tier import Tier
-from api.queue.virtual_tokens import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, Tenant
+from api.queue.virtual_tokens import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, LineReport, Tenant
 from inference.engine import EngineStatistics
 from metering.core.models import ServiceTier as ServiceTier
 
@@ -38,7 +45,9 @@ WINDOW_FIRST = 8.0  # sequences: a burst to an idle engine fills its first batch
 WINDOW_MIN = 1.0
 # Sequences: together with overtaking ones below the queue limit of engines (256).
 WINDOW_MAX = 160.0
-PENDING_MAX = 224  # sequences in total; one more request of up to 16 choices still fits
+# Sequences of all processes in total; one more request of each with all its choices still fits.
+PENDING_MAX, CHOICES_MAX = 224, 16
+TURN_GAP_S = 0.5  # between turns of the batch tier in several processes: by then, each knows
 # Sequences with a response format that do not count, since they wait for their grammar.
 COMPILING_MAX = 32
 # Steps: a sequence misses the step under way at its dispatch; the next one can take it.
@@ -46,6 +55,28 @@ STEPS_AT_ONCE = 2
 STEPS_LONG = 3  # the target is one step of waiting
 # Sequences per late one: slower than growth, since an empty batch costs more than unfairness.
 SHRINK = 0.5
+
+
+class QueueReport(msgspec.Struct, array_like=True, frozen=True):
+    """State of one process's queue, for the others before the same engines.
+
+    `batch_turn_age_s` is the number of seconds since the batch tier last got a turn there; None for
+    never.
+    """
+
+    interactive: LineReport = LineReport()
+    batch: LineReport = LineReport()
+    places: tuple[TenantPlaces, ...] = ()
+    batch_turn_age_s: float | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """True if requests wait there, or are in the engines."""
+        return any(
+            each.waiting_count or each.dispatched_count or each.owed_units
+            for line in (self.interactive, self.batch)
+            for each in line.tenants
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +160,12 @@ class QueueEntry:
         line, is_fair = tier.line, queue.is_fair
         tenant_id, weight = (arrival.tenant_id, arrival.weight) if is_fair else (ALL_TENANTS, 1.0)
         if tier is queue.batch and not line.waiting_count:
-            queue.batch_moved_at = queue.clock()
-        if not (queue.interactive.line.waiting_count or queue.batch.line.waiting_count):
+            queue.batch_waits_since = queue.clock()
+        if not (
+            queue.interactive.line.waiting_count
+            or queue.batch.line.waiting_count
+            or (tier is queue.batch and queue.interactive_waits_elsewhere)
+        ):
             self.tenant, own_rank = line.arrive(tenant_id, weight)
             rank = (
                 0.0 if not is_fair else own_rank + BATCH_RANK if tier is queue.batch else own_rank
@@ -199,6 +234,7 @@ class QueueEntry:
         if state is GONE:
             return
         self.state = GONE
+        queue.live_count -= 1
         if state is ENTERED or state is WAITING:
             queue.stopped_waiting(self.arrival)
         if tier is not None and tenant is not None:
@@ -239,6 +275,7 @@ class DispatchWindow:
     def __init__(self) -> None:
         self.size = WINDOW_FIRST
         self.engine_count = 1
+        self.process_count = 1
         self.dispatched: dict[QueueEntry, None] = {}  # dispatched, not started; oldest first
         self._ranks: list[float] = []  # ranks of those that wait for room only, lowest first
         self._compiling_count = 0
@@ -248,13 +285,24 @@ class DispatchWindow:
         """Number of dispatched sequences that the engine has not started on."""
         return len(self._ranks) + self._compiling_count
 
-    def spread(self, engine_count: int) -> None:
-        """Set the number of engines, at least 1. Each new engine adds the initial window."""
+    def spread(self, engine_count: int, process_count: int) -> None:
+        """Set the number of engines, and of processes with requests for them; both at least 1.
+
+        Each new engine adds the initial window.
+        """
         added = WINDOW_FIRST * (engine_count - self.engine_count)
-        self.engine_count = engine_count
-        self.size = min(
-            max(self.size + added, WINDOW_MIN * engine_count), WINDOW_MAX * engine_count
-        )
+        self.engine_count, self.process_count = engine_count, process_count
+        self.size = min(max(self.size + added, self.size_min), self.size_max)
+
+    @property
+    def size_min(self) -> float:
+        """Minimum of the window; that of all processes together is at least one sequence each."""
+        return max(WINDOW_MIN * self.engine_count / self.process_count, WINDOW_MIN)
+
+    @property
+    def size_max(self) -> float:
+        """Maximum of the window, a part of that of all processes together."""
+        return max(WINDOW_MAX * self.engine_count / self.process_count, WINDOW_MIN)
 
     def count_before(self, rank: float) -> int:
         """Count the pending sequences that precede a request of this rank."""
@@ -266,7 +314,10 @@ class DispatchWindow:
         """Return whether a request of this rank can be dispatched."""
         ranks, compiling_count, engine_count = self._ranks, self._compiling_count, self.engine_count
         before = self.count_before(rank) if compiling_count else bisect.bisect_right(ranks, rank)
-        return before < int(self.size) and len(ranks) + compiling_count < PENDING_MAX * engine_count
+        if before >= int(self.size):
+            return False
+        pending_max = (PENDING_MAX + CHOICES_MAX) // self.process_count - CHOICES_MAX
+        return len(ranks) + compiling_count < max(pending_max, 1) * engine_count
 
     def add(self, entry: QueueEntry) -> None:
         """Record a dispatched request."""
@@ -300,9 +351,9 @@ class DispatchWindow:
             return  # the engine was restarted meanwhile
         if step_count <= STEPS_AT_ONCE:
             if behind and self.pending_count >= int(self.size):
-                self.size = min(self.size + 1, WINDOW_MAX * self.engine_count)
+                self.size = min(self.size + 1, self.size_max)
         elif step_count > STEPS_LONG:
-            self.size = max(self.size - SHRINK, WINDOW_MIN * self.engine_count)
+            self.size = max(self.size - SHRINK, self.size_min)
 
 
 class FairQueue:
@@ -327,7 +378,13 @@ class FairQueue:
         self._half = settings.requests_max // 2
         self._tenant_half = min(settings.requests_per_tenant_max, self._half) // 2
         self._number = 0
-        self.batch_moved_at = -math.inf  # when the batch tier last got a turn, or started to wait
+        # When the batch tier last got a turn in any process, and when it started to wait here
+        self.batch_turn_at = self.batch_waits_since = -math.inf
+        self.live_count = 0  # requests that have not left
+        self.on_live: Callable[[], None] = lambda: None  # called when there was none before
+        self.process_id = uuid.UUID(int=0)  # tells this process from those of `reports`
+        self.reports: dict[uuid.UUID, QueueReport] = {}  # of other processes
+        self.interactive_waits_elsewhere = False
 
     def enter(self, arrival: Arrival, engine_wait_s: float = 0.0) -> QueueEntry:
         """Add a request.
@@ -338,7 +395,10 @@ class FairQueue:
         waiting, admission, tenant = self.waiting, self.admission, arrival.tenant_id.int
         own = waiting.by_tenant.get(tenant, 0)
         # While half of a tenant's share is free, reservations need not be checked.
-        is_half_empty = waiting.total < self._half and own < self._tenant_half
+        is_half_empty = (
+            waiting.total + waiting.elsewhere_total < self._half
+            and own + waiting.elsewhere_by_tenant.get(tenant, 0) < self._tenant_half
+        )
         if admission.reservations or arrival.deadline is not None or not is_half_empty:
             admission.check(arrival, engine_wait_s, self.clock(), is_half_empty=is_half_empty)
         waiting.total += 1
@@ -346,7 +406,78 @@ class FairQueue:
             waiting.peak = waiting.total
         waiting.by_tenant[tenant] = own + 1
         self._number += 1
+        self.live_count += 1
+        if self.live_count == 1:
+            self.on_live()
         return QueueEntry(self, arrival, self._number)
+
+    def reweigh(self, weights: Mapping[int, float]) -> None:
+        """Set the weights of tenants, by id as an integer; others weigh 1."""
+        if self.is_fair:
+            for tier in self.tiers.values():
+                tier.line.reweigh(weights)
+
+    def report(self) -> QueueReport:
+        """Describe the queue for other processes before the same engines."""
+        turn_at = self.batch_turn_at
+        return QueueReport(
+            self.interactive.line.report(),
+            self.batch.line.report(),
+            self.admission.places(),
+            None if turn_at == -math.inf else self.clock() - turn_at,
+        )
+
+    def absorb(
+        self, process_id: uuid.UUID, report: QueueReport, age_s: float, *, is_new: bool
+    ) -> None:
+        """Take over the report of another process, written `age_s` seconds ago.
+
+        `is_new` is explained at `Line.absorb`. Call `exchanged` after all reports.
+        """
+        now = self.clock()
+        for tier, line in ((self.interactive, report.interactive), (self.batch, report.batch)):
+            units = tier.line.absorb(process_id, line, is_new=is_new)
+            if units and tier.rate.is_sampled:
+                tier.rate.served(units, now)
+        if report.batch_turn_age_s is not None:
+            self.batch_turn_at = max(self.batch_turn_at, now - report.batch_turn_age_s - age_s)
+        self.reports[process_id] = report
+
+    def forget(self, process_id: uuid.UUID) -> None:
+        """Drop the requests of a process that has ended or is silent, before `exchanged`."""
+        if self.reports.pop(process_id, None) is not None:
+            for tier in self.tiers.values():
+                tier.line.forget(process_id)
+
+    def exchanged(self) -> None:
+        """Apply the absorbed reports: bounds, windows, and requests whose turn has come."""
+        reports = self.reports.values()
+        self.waiting.note_elsewhere(place for report in reports for place in report.places)
+        self.interactive_waits_elsewhere = any(
+            report.interactive.next_rank is not None for report in reports
+        )
+        process_count = 1 + sum(report.has_work for report in reports)
+        if process_count != self.window.process_count:
+            self.window.spread(self.window.engine_count, process_count)
+        self.dispatch_waiting()
+
+    def _batch_is_due(self, now: float) -> bool:
+        """Return whether the batch tier gets the next turn although interactive requests wait.
+
+        It may be due in several processes: the one with the lowest rank is first.
+        """
+        waited_s = now - max(self.batch_turn_at, self.batch_waits_since)
+        if waited_s < self.settings.batch_wait_max_s or not self.reports:
+            return waited_s >= self.settings.batch_wait_max_s
+        tenant = self.batch.line.next_tenant()
+        assert tenant is not None, "the tier has a waiting request"
+        own = tenant.rank, self.process_id
+        before = [
+            process_id
+            for process_id, report in self.reports.items()
+            if (rank := report.batch.next_rank) is not None and (rank, process_id) < own
+        ]
+        return waited_s >= self.settings.batch_wait_max_s + TURN_GAP_S * len(before)
 
     def stopped_waiting(self, arrival: Arrival) -> None:
         """Record that a request has stopped waiting: it was dispatched or has left."""
@@ -404,14 +535,15 @@ class FairQueue:
         now, engine, window = self.clock(), engine or self.engine_statistics(), self.window
         interactive, batch = self.interactive.line, self.batch.line
         if engine.replica_count != window.engine_count:
-            window.spread(engine.replica_count)
+            window.spread(engine.replica_count, window.process_count)
         while interactive.waiting_count or batch.waiting_count:
-            is_overdue = now - self.batch_moved_at >= self.settings.batch_wait_max_s
-            tier = (
-                self.batch
-                if batch.waiting_count and (is_overdue or not interactive.waiting_count)
-                else self.interactive
-            )
+            interactive_waits = interactive.waiting_count or self.interactive_waits_elsewhere
+            if batch.waiting_count and (not interactive_waits or self._batch_is_due(now)):
+                tier = self.batch
+            elif interactive.waiting_count:
+                tier = self.interactive
+            else:
+                break
             tenant = tier.line.next_tenant()
             assert tenant is not None, "the tier has a waiting request"
             assert tenant.listed_priority is not None, "the next tenant is listed with its rank"
@@ -420,14 +552,14 @@ class FairQueue:
                 rank = 0.0
             elif tier is self.interactive:
                 rank = tenant_rank
-            elif interactive.waiting_count:
+            elif interactive_waits:
                 rank = interactive.level()
             else:
                 rank = BATCH_RANK + tenant_rank
             if not window.has_room(rank):
                 break
             if tier is self.batch:
-                self.batch_moved_at = now
+                self.batch_turn_at = now
             entry = tier.line.take(
                 tenant,
                 tier.line.expected_output_tokens(tenant, tenant.first.output_token_count_max),
@@ -442,5 +574,6 @@ class FairQueue:
             if entry.on_dispatch is not None:
                 entry.on_dispatch()
         for tier in (self.interactive, self.batch):
-            if tier.rate.is_sampled != bool(tier.line.waiting_count):
+            waits_elsewhere = self.reports and tier.line.waits_elsewhere
+            if tier.rate.is_sampled != bool(tier.line.waiting_count or waits_elsewhere):
                 tier.rate.watch(now, waiting=not tier.rate.is_sampled)

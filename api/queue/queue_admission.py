@@ -7,7 +7,7 @@ A refused request gets a retry-after and a reservation, by the rules of
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -63,13 +63,48 @@ class Dispatch(Protocol):
         ...
 
 
+class TenantPlaces(msgspec.Struct, array_like=True, frozen=True):
+    """Places that a tenant takes in one process: waiting requests, and reservations."""
+
+    tenant: bytes
+    waiting_count: int
+    reservation_count: int
+    reserved_units: float
+
+
 @dataclass(slots=True)
 class WaitingCounts:
-    """Numbers of waiting requests; tenants are integers, since UUIDs are hashed in Python."""
+    """Numbers of waiting requests; tenants are integers, since UUIDs are hashed in Python.
+
+    Those of other processes before the same engines are as they reported last.
+    """
 
     total: int = 0
     peak: int = 0  # maximum so far
     by_tenant: dict[int, int] = field(default_factory=dict)
+    elsewhere_total: int = 0
+    elsewhere_by_tenant: dict[int, int] = field(default_factory=dict)
+    reserved_elsewhere_count: int = 0
+    reserved_elsewhere: dict[int, tuple[int, float]] = field(default_factory=dict)  # count, units
+
+    def of(self, tenant: int) -> int:
+        """Return how many requests of a tenant wait in all processes."""
+        return self.by_tenant.get(tenant, 0) + self.elsewhere_by_tenant.get(tenant, 0)
+
+    def note_elsewhere(self, places: Iterable[TenantPlaces]) -> None:
+        """Replace the places in other processes."""
+        by_tenant, reserved = self.elsewhere_by_tenant, self.reserved_elsewhere
+        by_tenant.clear()
+        reserved.clear()
+        for each in places:
+            tenant = int.from_bytes(each.tenant)
+            if each.waiting_count:
+                by_tenant[tenant] = by_tenant.get(tenant, 0) + each.waiting_count
+            if each.reservation_count:
+                count, units = reserved.get(tenant, (0, 0.0))
+                reserved[tenant] = count + each.reservation_count, units + each.reserved_units
+        self.elsewhere_total = sum(by_tenant.values())
+        self.reserved_elsewhere_count = sum(count for count, _ in reserved.values())
 
 
 class QueueAdmission:
@@ -126,17 +161,31 @@ class QueueAdmission:
         tenant = tier.line.find(self._tenant_id(arrival))
         own = tier.backlog(tenant) if tenant is not None else 0.0
         if not is_reserved:
-            own += self.reservations.amount(arrival.tenant_id)
+            own += self._reserved_units(arrival.tenant_id)
         before = self._units_before(arrival, own)
         return tier.seconds(before + self._cost(arrival) * self._dispatch.count_before(rank))
+
+    def places(self) -> tuple[TenantPlaces, ...]:
+        """List the places that tenants take in this process."""
+        tenants = self._waiting.by_tenant.keys() | {each.int for each in self.reservations.owners()}
+        return tuple(
+            TenantPlaces(
+                (tenant_id := uuid.UUID(int=each)).bytes,
+                self._waiting.by_tenant.get(each, 0),
+                self.reservations.count(tenant_id),
+                self.reservations.amount(tenant_id),
+            )
+            for each in tenants
+        )
 
     def _room_refusal(
         self, arrival: Arrival, now: float, *, is_reserved: bool, is_half_empty: bool
     ) -> QueueFull | None:
         """Return QueueFull if limits, reservations and the tenant's share leave no room."""
-        settings, own = self._settings, self._waiting.by_tenant.get(arrival.tenant_id.int, 0)
+        settings, waiting = self._settings, self._waiting
+        own, total = waiting.of(arrival.tenant_id.int), waiting.total + waiting.elsewhere_total
         share = 1.0 if is_reserved else NEWCOMERS_SHARE
-        free = int(settings.requests_max * share) - self._waiting.total
+        free = int(settings.requests_max * share) - total
         own_max = int(settings.requests_per_tenant_max * share)
         if is_reserved:
             over = max(1 - free, own + 1 - own_max)
@@ -147,6 +196,9 @@ class QueueAdmission:
             known = arrival.key in self.reservations
             own += self.reservations.count(arrival.tenant_id) - known
             free -= len(self.reservations) - known
+            if waiting.reserved_elsewhere_count:
+                own += waiting.reserved_elsewhere.get(arrival.tenant_id.int, (0, 0.0))[0]
+                free -= waiting.reserved_elsewhere_count
             # It must have fewer waiting requests than there are free positions. Each one that ends
             # changes both by one, so half of the excess must end.
             over_share = (own + 2 - free) // 2
@@ -157,7 +209,7 @@ class QueueAdmission:
         ahead = self._units_before(arrival, over * self._usual_cost(arrival))
         units = max(ahead, (1 - free) * self._cost(arrival))
         retry_after_s = self._reserve(arrival, tier.seconds(units), now, again=is_reserved)
-        return QueueFull(own, self._waiting.total, retry_after_s)
+        return QueueFull(own, total, retry_after_s)
 
     def _deadline_refusal(
         self,
@@ -211,17 +263,21 @@ class QueueAdmission:
         """Estimate the service units until this tenant has received `own_units` more."""
         tier = self._tiers[arrival.tier]
         weight = arrival.weight if self._is_fair else 1.0
-        return tier.units_before(
-            self._tenant_id(arrival), weight, own_units, self.reservations.amount
-        )
+        return tier.units_before(self._tenant_id(arrival), weight, own_units, self._reserved_units)
+
+    def _reserved_units(self, tenant_id: uuid.UUID) -> float:
+        """Return the units reserved for a tenant in all processes."""
+        elsewhere = self._waiting.reserved_elsewhere
+        units = self.reservations.amount(tenant_id)
+        return units + elsewhere[tenant_id.int][1] if tenant_id.int in elsewhere else units
 
     def _usual_cost(self, arrival: Arrival) -> float:
         """Return the mean cost of the tenant's waiting requests, or else the cost of this one."""
         tier = self._tiers[arrival.tier]
         tenant = tier.line.find(self._tenant_id(arrival))
-        if tenant is None or not tenant.waiting:
+        if tenant is None or not (count := tenant.backlog()[0]):
             return self._cost(arrival)
-        return tier.backlog(tenant) / len(tenant.waiting)
+        return tier.backlog(tenant) / count
 
     def _cost(self, arrival: Arrival) -> float:
         return self._tiers[arrival.tier].cost(

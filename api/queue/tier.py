@@ -31,10 +31,9 @@ class Tier(Generic[Entry]):
         return INPUT_TOKEN_COST * input_token_count + OUTPUT_TOKEN_COST * output
 
     def backlog(self, tenant: Tenant[Entry]) -> float:
-        """Estimate the cost of all waiting requests of a tenant."""
-        return self.cost(
-            tenant.waiting_input_tokens, tenant.waiting_output_tokens_max, len(tenant.waiting)
-        )
+        """Estimate the cost of all requests of a tenant that wait in any process."""
+        request_count, input_tokens, output_tokens_max = tenant.backlog()
+        return self.cost(input_tokens, output_tokens_max, request_count)
 
     def seconds(self, units: float) -> float | None:
         """Convert service units to seconds at the measured rate; None if nothing was measured."""
@@ -55,14 +54,15 @@ class Tier(Generic[Entry]):
         level = self.line.start(tenant_id) + own_units / weight
         return own_units + sum(
             self._whole_requests(tenant, level, reserved(tenant.id))
-            for tenant in self.line.waiting_tenants()
+            for tenant in self.line.backlogged_tenants()
             if tenant.id != tenant_id and tenant.rank < level
         )
 
     def _whole_requests(self, tenant: Tenant[Entry], level: float, reserved_units: float) -> float:
         """Estimate a tenant's service until its rank reaches `level`, in whole requests."""
-        backlog = self.backlog(tenant)
-        each = max(backlog / len(tenant.waiting), 1.0)
+        request_count, input_tokens, output_tokens_max = tenant.backlog()
+        backlog = self.cost(input_tokens, output_tokens_max, request_count)
+        each = max(backlog / request_count, 1.0)
         return min(
             backlog + reserved_units, math.ceil((level - tenant.rank) * tenant.weight / each) * each
         )

@@ -19,15 +19,23 @@ by the tenant's weight) differs by at most twice max(input cost x longest input,
 tokens that one tenant has in the engine at once). A tenant that returns from idling starts at the
 level of the least served tenant that waits, here or in the engine, so that idle tenants accumulate
 no credit.
+
+Lines of several processes before the same engines exchange reports (`Line.report`, `Line.absorb`).
+A process charges a tenant of its own for service elsewhere; the counter of a tenant without
+requests of its own is the highest reported one, which includes all service. Never both: service
+that two others report would count twice. Lines that meet for the first time, or again, have counted
+from different beginnings: the lower one rises by the difference of their levels.
 """
 
 from __future__ import annotations
 
 import heapq
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
+
+import msgspec
 
 INPUT_TOKEN_COST = 1.0  # units of service
 OUTPUT_TOKEN_COST = 2.0  # units: decode serves one token per step, prefill many; ratio of the paper
@@ -50,6 +58,41 @@ class Queued(Protocol):
 Item = TypeVar("Item", bound=Queued)
 
 
+class TenantReport(msgspec.Struct, array_like=True, frozen=True):
+    """State of a tenant in the line of one process.
+
+    `served` is the weighted service there since the tenant last began to have requests there;
+    `period` numbers these times.
+    """
+
+    tenant: bytes
+    weight: float
+    counter: float
+    period: int
+    served: float
+    owed_units: float
+    dispatched_count: int
+    waiting_count: int
+    input_token_count: int
+    output_token_count_max: int
+
+    @property
+    def is_queued(self) -> bool:
+        """True if requests of the tenant wait there, or in the engine."""
+        return bool(self.waiting_count or self.dispatched_count)
+
+
+class LineReport(msgspec.Struct, array_like=True, frozen=True):
+    """State of the line of one process: its level, and its tenants with requests or new service.
+
+    `next_rank` is that of the request which is next there; None if nothing waits.
+    """
+
+    level: float = 0.0
+    next_rank: float | None = None
+    tenants: tuple[TenantReport, ...] = ()
+
+
 Priority = tuple[float, int]
 
 
@@ -61,7 +104,9 @@ class Tenant(Generic[Item]):
     started on. `owed` has the expected remaining cost of each dispatched or running request,
     `ranks` the rank of each, ascending. `output_tokens_mean` is the mean of ended requests; None
     before the first. `is_listed`: it is in the heap of `Line.level`. `listed_priority` is its valid
-    entry in the heap of `Line.next_tenant`.
+    entry in the heap of `Line.next_tenant`. `elsewhere` has the last reports of other processes in
+    which the tenant has requests, and `owed_elsewhere` the sum of their `owed_units`. `served` and
+    `period` are those of `TenantReport`.
     """
 
     id: uuid.UUID
@@ -78,6 +123,10 @@ class Tenant(Generic[Item]):
     output_tokens_mean: float | None = None
     is_listed: bool = False
     listed_priority: Priority | None = None
+    elsewhere: dict[uuid.UUID, TenantReport] = field(default_factory=dict)
+    owed_elsewhere: float = 0.0
+    served: float = 0.0
+    period: int = 0
 
     @property
     def first(self) -> Item:
@@ -85,9 +134,29 @@ class Tenant(Generic[Item]):
         return next(iter(self.waiting))
 
     @property
+    def is_queued(self) -> bool:
+        """True if requests wait in a process, or in the engine."""
+        return bool(
+            self.waiting
+            or self.dispatched
+            or (self.elsewhere and any(each.is_queued for each in self.elsewhere.values()))
+        )
+
+    def backlog(self) -> tuple[int, int, int]:
+        """Count the waiting requests of all processes, their input and their maximal output."""
+        totals = len(self.waiting), self.waiting_input_tokens, self.waiting_output_tokens_max
+        for each in self.elsewhere.values():
+            totals = (
+                totals[0] + each.waiting_count,
+                totals[1] + each.input_token_count,
+                totals[2] + each.output_token_count_max,
+            )
+        return totals
+
+    @property
     def rank(self) -> float:
         """Rank of the next request; never before the tenant's requests in the engine."""
-        own = self.counter + self.owed_units / self.weight
+        own = self.counter + (self.owed_units + self.owed_elsewhere) / self.weight
         if self.ranks and (last := next(reversed(self.ranks.values()))) > own:
             return last
         return own
@@ -117,10 +186,38 @@ class Line(Generic[Item]):
         self.output_tokens_mean: float | None = None  # of all tenants; None before the first
         self._last: Tenant[Item] | None = None  # served or left last
         self._swept_at = 1000  # number of known tenants at which idle ones are removed
+        # What was absorbed of the present period of each tenant, by process
+        self._seen: dict[uuid.UUID, dict[int, tuple[int, float]]] = {}
+        self._waiting_elsewhere: set[uuid.UUID] = set()  # processes in which requests wait
+        self._floor = 0.0  # level of a line that others have left behind while it had no tenants
+        self._period_count = 0
+
+    def reweigh(self, weights: Mapping[int, float]) -> None:
+        """Set the weights of the known tenants, by id as an integer; others weigh 1.
+
+        Service before the change keeps its weight.
+        """
+        for number, tenant in self._tenants.items():
+            tenant.weight = weights.get(number, 1.0)
+            if tenant.waiting:
+                self._note_priority(tenant)
 
     def waiting_tenants(self) -> Iterator[Tenant[Item]]:
-        """Iterate over the tenants that have waiting requests."""
+        """Iterate over the tenants that have requests waiting here."""
         return (tenant for tenant in self._tenants.values() if tenant.waiting)
+
+    def backlogged_tenants(self) -> Iterator[Tenant[Item]]:
+        """Iterate over the tenants that have requests waiting in any process."""
+        return (
+            tenant
+            for tenant in self._tenants.values()
+            if tenant.waiting or (tenant.elsewhere and tenant.backlog()[0])
+        )
+
+    @property
+    def waits_elsewhere(self) -> bool:
+        """True if requests wait in other processes."""
+        return bool(self._waiting_elsewhere)
 
     def find(self, tenant_id: uuid.UUID) -> Tenant[Item] | None:
         """Return a tenant; None if it is unknown and would start at the common level."""
@@ -131,9 +228,7 @@ class Line(Generic[Item]):
         tenant = self._tenants.get(tenant_id.int)
         if tenant is None:
             return self.level()
-        return (
-            tenant.rank if tenant.waiting or tenant.dispatched else max(tenant.rank, self.level())
-        )
+        return tenant.rank if tenant.is_queued else max(tenant.rank, self.level())
 
     def arrive(self, tenant_id: uuid.UUID, weight: float) -> tuple[Tenant[Item], float]:
         """Register the arrival of a request; return its tenant and its rank.
@@ -142,17 +237,28 @@ class Line(Generic[Item]):
         """
         tenant = self._tenants.get(tenant_id.int)
         if tenant is None:
-            self._forget_idle()
-            tenant = self._tenants[tenant_id.int] = Tenant(tenant_id, weight)
-        if not (tenant.waiting or tenant.dispatched):
+            tenant = self._add(tenant_id, weight)
+        if not (tenant.waiting or tenant.dispatched) and not tenant.is_queued:
             tenant.counter = max(tenant.counter, self.level())
         tenant.weight = weight
         if not tenant.is_listed:
-            tenant.is_listed = True
-            self._listed_count += 1
-            heapq.heappush(self._queued, (tenant.counter, self._listed_count, tenant))
-        rank = tenant.counter + tenant.owed_units / weight  # as `Tenant.rank`
+            self._list(tenant)
+        # As `Tenant.rank`
+        rank = tenant.counter + (tenant.owed_units + tenant.owed_elsewhere) / weight
         return tenant, max(rank, next(reversed(tenant.ranks.values()))) if tenant.ranks else rank
+
+    def _add(self, tenant_id: uuid.UUID, weight: float) -> Tenant[Item]:
+        self._forget_idle()
+        self._period_count += 1
+        tenant = Tenant[Item](tenant_id, weight, period=self._period_count)
+        self._tenants[tenant_id.int] = tenant
+        return tenant
+
+    def _list(self, tenant: Tenant[Item]) -> None:
+        """Add a tenant to the heap of `level`."""
+        tenant.is_listed = True
+        self._listed_count += 1
+        heapq.heappush(self._queued, (tenant.counter, self._listed_count, tenant))
 
     def join(self, item: Item, tenant_id: uuid.UUID, weight: float) -> Tenant[Item]:
         """Append a request to the waiting ones of its tenant. `weight` is as in `arrive`."""
@@ -227,13 +333,17 @@ class Line(Generic[Item]):
         tenant.dispatched.remove(item)
         self._last = tenant
         units = INPUT_TOKEN_COST * item.input_token_count
-        tenant.counter += units / tenant.weight
+        weighted = units / tenant.weight
+        tenant.counter += weighted
+        tenant.served += weighted
         tenant.owed[item] -= units
         tenant.owed_units -= units
 
     def charge(self, item: Item, tenant: Tenant[Item], units: float) -> None:
         """Charge a tenant for a request that the engine has started, in service units."""
-        tenant.counter += units / tenant.weight
+        weighted = units / tenant.weight
+        tenant.counter += weighted
+        tenant.served += weighted
         expected = min(units, tenant.owed[item])
         tenant.owed[item] -= expected
         tenant.owed_units -= expected
@@ -269,19 +379,105 @@ class Line(Generic[Item]):
 
     def level(self) -> float:
         """Return the counter at which a returning tenant starts: the lowest of tenants that wait,
-        here or in the engine; without any, that of the tenant served last.
+        in any process or in the engine; without any, that of the tenant served last.
         """
         queued = self._queued
         while queued:
             counter, number, tenant = queued[0]
-            if not (tenant.waiting or tenant.dispatched):
+            if not (tenant.waiting or tenant.dispatched or (tenant.elsewhere and tenant.is_queued)):
                 heapq.heappop(queued)
                 tenant.is_listed = False
             elif tenant.counter != counter:
                 heapq.heapreplace(queued, (tenant.counter, number, tenant))
             else:
                 return counter
-        return self._last.counter if self._last is not None else 0.0
+        return self._floor if self._last is None else max(self._floor, self._last.counter)
+
+    def report(self) -> LineReport:
+        """Describe the line for other processes, and begin new periods of idle tenants."""
+        tenants = []
+        for tenant in self._tenants.values():
+            is_active = bool(tenant.waiting or tenant.owed)
+            if not (is_active or tenant.served):
+                continue
+            tenants.append(
+                TenantReport(
+                    tenant.id.bytes,
+                    tenant.weight,
+                    tenant.counter,
+                    tenant.period,
+                    tenant.served,
+                    tenant.owed_units,
+                    len(tenant.dispatched),
+                    len(tenant.waiting),
+                    tenant.waiting_input_tokens,
+                    tenant.waiting_output_tokens_max,
+                )
+            )
+            if not is_active:
+                self._period_count += 1
+                tenant.period, tenant.served = self._period_count, 0.0
+        first = self.next_tenant()
+        return LineReport(self.level(), None if first is None else first.rank, tuple(tenants))
+
+    def absorb(self, process_id: uuid.UUID, report: LineReport, *, is_new: bool) -> float:
+        """Take over the report of another process; return the new service there, in units.
+
+        `is_new` says that the process was unknown, or silent for too long: what it served since its
+        last report is not charged to anyone, or tenants would wait until it is made up for.
+        """
+        gap = report.level - self.level()
+        if is_new and gap > 0:
+            for tenant in self._tenants.values():
+                tenant.counter += gap
+            self._floor += gap
+        offset = max(-gap, 0.0) if is_new else 0.0
+        self._floor = max(self._floor, report.level + offset)
+        seen, units = self._seen.get(process_id, {}), 0.0
+        if report.next_rank is None:
+            self._waiting_elsewhere.discard(process_id)
+        else:
+            self._waiting_elsewhere.add(process_id)
+        self._seen[process_id] = now_seen = {}
+        before = [each for each in self._tenants.values() if process_id in each.elsewhere]
+        for tenant in before:
+            del tenant.elsewhere[process_id]
+        for each in report.tenants:
+            tenant_id = uuid.UUID(bytes=each.tenant)
+            found = self._tenants.get(tenant_id.int)
+            tenant = self._add(tenant_id, each.weight) if found is None else found
+            period, served = seen.get(tenant_id.int, (0, 0.0))
+            now_seen[tenant_id.int] = each.period, each.served
+            weighted = each.served - served if each.period == period else each.served
+            if not is_new:
+                units += weighted * each.weight
+            if is_new or not (tenant.waiting or tenant.owed):
+                tenant.counter = max(tenant.counter, each.counter + offset)
+            else:
+                tenant.counter += weighted
+            if each.waiting_count or each.dispatched_count or each.owed_units:
+                tenant.elsewhere[process_id] = each
+            before.append(tenant)
+        self._settle(before)
+        return units
+
+    def forget(self, process_id: uuid.UUID) -> None:
+        """Drop the requests of a process that has ended or is silent; its service stays charged."""
+        self._seen.pop(process_id, None)
+        self._waiting_elsewhere.discard(process_id)
+        left = [each for each in self._tenants.values() if process_id in each.elsewhere]
+        for tenant in left:
+            del tenant.elsewhere[process_id]
+        self._settle(left)
+
+    def _settle(self, tenants: list[Tenant[Item]]) -> None:
+        """Order tenants again whose requests elsewhere have changed."""
+        for tenant in tenants:
+            tenant.owed_elsewhere = sum([each.owed_units for each in tenant.elsewhere.values()])
+            if tenant.waiting:
+                self._note_priority(tenant)
+            if not tenant.is_listed and tenant.is_queued:
+                self._list(tenant)
 
     def _forget_idle(self) -> None:
         """Remove idle tenants that would start at the common level anyway, to bound memory."""
@@ -291,7 +487,11 @@ class Line(Generic[Item]):
         kept = {
             tenant.id.int: tenant
             for tenant in self._tenants.values()
-            if tenant.waiting or tenant.owed or tenant.counter > level or tenant is self._last
+            if tenant.waiting
+            or tenant.owed
+            or tenant.elsewhere
+            or tenant.counter > level
+            or tenant is self._last
         }
         self._tenants = kept
         self._swept_at = max(1000, 2 * len(kept))

@@ -109,6 +109,11 @@ class RemoteEngine(SupervisedEngine):
         self._facts: ServerFacts
         self._link = Link(settings)
 
+    @property
+    def pool(self) -> str:
+        """Implement `Pooled.pool`: the server's address."""
+        return str(self._settings.target)
+
     def statistics(self) -> EngineStatistics:
         """Implement `Engine.statistics`: sequences sent from here, blocks as last reported."""
         return (

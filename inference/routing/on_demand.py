@@ -31,6 +31,7 @@ from inference.engine import (
     GenerationRequest,
     ModelInfo,
     SequenceHandle,
+    pool_of,
 )
 from inference.errors import EngineError, EngineStartFailed, EngineUnavailable
 from inference.routing.memory import MemoryBudget, Needs
@@ -117,6 +118,7 @@ class ManagedBackend(Generic[Served]):
         self._clock = clock
         self._unused: Served | None = build()  # known to be usable, and the first to be started
         self._model = self._unused.model
+        self.pool = pool_of(self._unused)  # implements `Pooled.pool`
         self._engine: Served | None = None  # set from its start until it is closed
         self._is_stopping = False
         self._stopping = asyncio.Event()  # set while `_is_stopping`

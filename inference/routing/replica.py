@@ -15,7 +15,14 @@ import msgspec
 
 from common.backoff import Backoff
 from common.incidents import IncidentTaskGroup
-from inference.engine import Backend, Engine, EngineCondition, EngineState, EngineStatistics
+from inference.engine import (
+    Backend,
+    Engine,
+    EngineCondition,
+    EngineState,
+    EngineStatistics,
+    pool_of,
+)
 from inference.errors import EngineError, EngineUnavailable
 from inference.kv_blocks import KV_BLOCK_TOKENS, block_hashes
 
@@ -481,6 +488,12 @@ class Replicas(Generic[Each]):
         self._start_requested = asyncio.Event()
         self._replacement_count = 0
         self._statistics = SetStatistics(len(replicas))
+
+    @property
+    def pool(self) -> str:
+        """Implement `Pooled.pool`: the set of its replicas' pools, if each has one."""
+        pools = {pool_of(replica.backend) for replica in self._replicas}
+        return "" if "" in pools else " ".join(sorted(pools))
 
     def healthy(self) -> bool:
         """Implement `Backend.healthy`."""

@@ -73,6 +73,7 @@ from metering.tenants.billing_profiles import (
 )
 from metering.tenants.key_terms import KeyTerms
 from metering.tenants.networks import Address, excludes
+from metering.tenants.queue_weights import queue_weight, queue_weights, set_queue_weight
 from metering.tenants.tenants import create_organization, create_project, find_organization
 
 Value = str | int | bool | None | list[str] | list[int]
@@ -168,7 +169,8 @@ class OrganizationSpec:
     """Desired state of an organization and its projects.
 
     An empty `currency_code` keeps the currency, and means USD for a new organization.
-    `billing_profile` None keeps the profile. `prune_resale_prices` ends those that are not listed.
+    `billing_profile` and `queue_weight_milli` None keep what is set. `prune_resale_prices` ends
+    those that are not listed.
     """
 
     name: str
@@ -179,6 +181,7 @@ class OrganizationSpec:
     billing_profile: BillingProfile | None = None
     resale_prices: tuple[ResaleTerms, ...] = ()
     prune_resale_prices: bool = False
+    queue_weight_milli: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,6 +409,8 @@ class Attempts:
             await self._billing_profile(
                 f"{path}.billing_profile", desired.name, existing, desired.billing_profile
             )
+        if desired.queue_weight_milli is not None:
+            await self._queue_weight(path, desired.name, existing, desired.queue_weight_milli)
         await self._resale_prices(path, existing, desired)
         await self._quotas(
             Subject(path, desired.name, QuotaSubject.ORGANIZATION, existing.id), desired
@@ -506,6 +511,25 @@ class Attempts:
 
         if await self._attempt(path, change) is not None:
             self.changes.append(Change(Action.UPDATE, "billing_profile", shown, changes))
+
+    async def _queue_weight(
+        self, path: str, shown: str, owner: Organization, weight_milli: int
+    ) -> None:
+        before = await queue_weight(self.session, owner.id)
+        if before == weight_milli:
+            return
+
+        async def change() -> Organization:
+            return await set_queue_weight(
+                self.session,
+                organization=str(owner.id),
+                weight_milli=weight_milli,
+                actor=self.actor,
+            )
+
+        if await self._attempt(path, change) is not None:
+            change_made = FieldChange("queue_weight_milli", before, weight_milli)
+            self.changes.append(Change(Action.UPDATE, "organization", shown, (change_made,)))
 
     async def _project(
         self,
@@ -983,7 +1007,7 @@ async def present_state(session: AsyncSession, *, organization: str | None = Non
             project.name, quotas.get(project.id, ()), key_specs(keys_of[project.id], quotas)
         )
         projects_of[project.organization_id].append(spec)
-    profiles = await billing_profiles(session)
+    profiles, weights = await billing_profiles(session), await queue_weights(session)
     resale: dict[uuid.UUID, list[ResaleTerms]] = defaultdict(list)
     for price in await prices_in_force(session, ids):
         terms = whole_terms(price)
@@ -1001,6 +1025,7 @@ async def present_state(session: AsyncSession, *, organization: str | None = Non
             tuple(projects_of[each.id]),
             billing_profile=profiles.get(each.id),
             resale_prices=tuple(resale[each.id]),
+            queue_weight_milli=weights.get(each.id),
         )
         for each in organizations
     )

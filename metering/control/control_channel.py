@@ -16,7 +16,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import psycopg
@@ -24,7 +24,15 @@ import structlog
 
 from common.backoff import Backoff
 from common.incidents import Retries
-from metering.control.live import CHANNEL, LAUNCHES, PEERS, REPORT, CancelCommand, DrainCommand
+from metering.control.live import (
+    CHANNEL,
+    LAUNCHES,
+    PEERS,
+    REPORT,
+    WEIGHTS,
+    CancelCommand,
+    DrainCommand,
+)
 from metering.store.db import (
     KEEPALIVES,
     BoundedConnection,
@@ -39,6 +47,7 @@ BYTES_MAX = 7000  # of one text in UTF-8: PostgreSQL's limit is 8,000 including 
 INTERVAL_S = 1.0  # between two broadcasts of one process
 
 POLL_INTERVAL_S = 1.0  # two small queries a second per process
+WEIGHTS_INTERVAL_S = 60.0  # there may be thousands, and a change is announced
 ANSWER_TIMEOUT_S = 2.0  # above the interval; a small query that takes longer has lost its server
 CONNECT_TIMEOUT_S = 2  # the minimum of libpq
 # Above the duration of any transaction that writes a command: older commands are all visible.
@@ -91,6 +100,7 @@ SET process_name = excluded.process_name,
 RETURNING xmax = 0
 """
 SELECT_CERTIFICATES = "SELECT peer_certificate FROM live_reports"
+SELECT_WEIGHTS = "SELECT organization_id, weight_milli FROM queue_weights"
 SELECT_DRAINS = """
 SELECT model, replica,
        coalesce(
@@ -137,6 +147,9 @@ class ControlChannel:
         self._report = report
         self._drain = drain
         self._report_replicas = report_replicas
+        # Called with the queue weights in thousandths, by organization, when one may have changed.
+        self.on_weights: Callable[[Mapping[uuid.UUID, int]], None] = lambda _: None
+        self._weights_read_at = -math.inf  # a monotonic clock may start at any value
         self._broadcaster = broadcaster
         # Called after a change of launched replicas; set by who follows them.
         self.launches_changed: Callable[[], None] = lambda: None
@@ -187,7 +200,8 @@ class ControlChannel:
         await connection.execute(f"LISTEN {CHANNEL}")
         if self._broadcaster is not None:
             await connection.execute(f"LISTEN {BROADCAST_CHANNEL}")
-        requested = {REPORT, PEERS}  # unrequested: the row lets others wait for this process
+        # Unrequested: the row lets others wait for this process, and weights may have changed.
+        requested = {REPORT, PEERS, WEIGHTS}
         while True:
             # Always: commands may have been issued while nothing listened.
             await self._apply(connection)
@@ -198,6 +212,9 @@ class ControlChannel:
                 with self._retries.survive("certificates"):
                     cursor = await connection.execute(SELECT_CERTIFICATES)
                     self._peers([certificate for (certificate,) in await cursor.fetchall()])
+            if WEIGHTS in requested or self._weights_are_old():
+                with self._retries.survive("weights"):
+                    await self._read_weights(connection)
             with self._retries.survive("broadcast"):
                 await self._broadcast(connection)
             notices = [
@@ -213,6 +230,14 @@ class ControlChannel:
                         self.launches_changed()
                     else:
                         requested.add(notice.payload)
+
+    def _weights_are_old(self) -> bool:
+        return time.monotonic() - self._weights_read_at >= WEIGHTS_INTERVAL_S
+
+    async def _read_weights(self, connection: BoundedConnection) -> None:
+        cursor = await connection.execute(SELECT_WEIGHTS)
+        self.on_weights(dict(await cursor.fetchall()))
+        self._weights_read_at = time.monotonic()
 
     async def _broadcast(self, connection: BoundedConnection) -> None:
         """Send a broadcast if there is one and the interval has passed."""

@@ -34,8 +34,9 @@ from metering.store.db import Sessions
 
 LiveRow = Row[Any]  # row of a statement of this module, with its columns as attributes
 CHANNEL = "weir_control"
-POLL, REPORT, PEERS = "poll", "report", "peers"  # payloads of notifications
-LAUNCHES = "launches"  # the same, after a change of launched replicas
+# Payloads of notifications
+POLL, REPORT, PEERS = "poll", "report", "peers"
+LAUNCHES, WEIGHTS = "launches", "weights"  # the same, after a change of these rows
 KEPT_FOR = timedelta(days=1)  # far longer than a process can be cut off and still hold its requests
 FORGET_OLD = text("DELETE FROM cancel_commands WHERE created_at < now() - :kept_for")
 
@@ -108,6 +109,11 @@ async def _command(session: AsyncSession, reason: str = "", **values: object) ->
     await session.execute(insertion("cancel_commands", values | {"reason": reason}))
     await session.execute(FORGET_OLD, {"kept_for": KEPT_FOR})
     await _announce(session)
+
+
+async def announce_weights(session: AsyncSession) -> None:
+    """Let every process read the queue weights again, once the caller commits."""
+    await session.execute(select(func.pg_notify(CHANNEL, WEIGHTS)))
 
 
 async def _announce(session: AsyncSession) -> None:

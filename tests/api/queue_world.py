@@ -14,9 +14,11 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from api.core.errors import QueueFull, StartsTooLate
 from api.core.settings import QueueSettings
+from api.queue.exchange import INTERVAL_S, SILENT_S, Exchange
 from api.queue.fair_queue import FairQueue, QueueEntry, ServiceTier
 from api.queue.queue_admission import Arrival
 from inference.core.kv_cache import BlockPool
@@ -24,6 +26,7 @@ from inference.core.scheduler import Scheduler, StepPlan
 from inference.core.sequence import Sequence
 from inference.engine import EngineStatistics
 from inference.limits import EngineLimits
+from metering.control.queue_reports import QueueReportRow
 from tests.inference.running import make_request
 from tests.inference.scheduler_model import NoText
 
@@ -45,6 +48,7 @@ class Request:
     weight: float = 1.0
     id: uuid.UUID = field(default_factory=uuid.uuid4)
     timeout_s: float | None = None
+    process: int = 0  # that it is sent to
     entry: QueueEntry | None = None
     joined_at: float | None = None
     dispatched_at: float | None = None
@@ -76,8 +80,27 @@ class EngineModel:
     token_s: float = 0.0001
 
 
+POOL = "pool"
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """Api process: its queue, its exchange, and its row, which the others read.
+
+    `is_cut_off` says that its exchanges fail, `is_paused` that it does nothing.
+    """
+
+    id: uuid.UUID
+    queue: FairQueue
+    exchange: Exchange
+    written_at: float = -1e9
+    report: bytes = b""
+    is_cut_off: bool = False
+    is_paused: bool = False
+
+
 class World:
-    """Time, the queue, the engine, and scheduled events."""
+    """Time, the queues of some processes, the engine, and scheduled events."""
 
     def __init__(
         self,
@@ -85,17 +108,23 @@ class World:
         engine: EngineModel | None = None,
         *,
         has_window: bool = True,
+        process_count: int = 1,
+        exchanges: bool = True,
     ) -> None:
-        """has_window: without it the engine gets all requests at once, as without a queue."""
+        """has_window: without it the engine gets all requests at once, as without a queue.
+
+        Without `exchanges`, each process knows its own requests only.
+        """
         self.now = 0.0
         self.engine = engine or EngineModel()
         self.step_count = 0
-        self.queue = FairQueue(limits or QueueSettings(), self._statistics, lambda: self.now)
-        if not has_window:
-            vars(self.queue.window).update(has_room=lambda rank: True)  # replaces its method
+        self.limits = limits or QueueSettings()
+        self.processes: list[Process] = []
         self.service: dict[str, float] = defaultdict(float)  # charged units by tenant
         self.on_event: Callable[[], None] = lambda: None
         self.with_engine: set[Request] = set()
+        self._live: set[Request] = set()  # entered, and not ended
+        self._killed: set[Sequence] = set()  # to be removed before the next step
         self.ended: list[Request] = []
         self.output_tokens = 0
         waiting_max = 256 if has_window else 1 << 20
@@ -105,11 +134,62 @@ class World:
         )
         self.scheduler = Scheduler(BlockPool(self.engine.kv_block_count), bounds)
         self._inbox: list[Request] = []
+        self._sequence_numbers = itertools.count(1)
         self._by_sequence: dict[Sequence, Request] = {}
         self._on_end: dict[Request, Callable[[Request], None]] = {}
         self._stepping = False
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
+        for index in range(process_count):
+            self.processes.append(self._process())
+            if exchanges and process_count > 1:
+                # As processes start at different times, so their exchanges alternate.
+                self.at(INTERVAL_S * (index + 1) / process_count, partial(self._tick, index))
+        if not has_window:
+            vars(self.queue.window).update(has_room=lambda rank: True)  # replaces its method
+
+    def _process(self) -> Process:
+        queue = FairQueue(self.limits, self._statistics, lambda: self.now)
+        process_id = uuid.uuid4()
+        exchange = Exchange({POOL: queue}, process_id, lambda: self.now)
+        return Process(process_id, queue, exchange)
+
+    @property
+    def queue(self) -> FairQueue:
+        """Queue of the first process."""
+        return self.processes[0].queue
+
+    def _tick(self, index: int) -> None:
+        """Let a process exchange reports, as the task of `QueueExchange` does."""
+        process = self.processes[index]
+        if process.is_cut_off:
+            process.exchange.expire()
+        elif not process.is_paused:
+            process.report, process.written_at = process.exchange.report(), self.now
+            rows = [
+                QueueReportRow(each.id, each.report, each.written_at, self.now - each.written_at)
+                for each in self.processes
+                if each is not process and self.now - each.written_at <= SILENT_S
+            ]
+            for _ in process.exchange.take(rows):
+                pass
+        self.at(self.now + INTERVAL_S, lambda: self._tick(index))
+
+    def kill(self, index: int) -> list[Request]:
+        """Replace a process by a new one; return its requests, which end without an answer."""
+        process = self.processes[index]
+        lost = [each for each in self._live if each.process == index]
+        for request in lost:
+            self._live.discard(request)
+            self.with_engine.discard(request)
+            request.ended_at = self.now
+            if request in self._inbox:
+                self._inbox.remove(request)
+            elif request.sequence in self._by_sequence:
+                self._killed.add(request.sequence)
+        self.processes[index] = self._process()
+        del process
+        return lost
 
     def _statistics(self) -> EngineStatistics:
         return EngineStatistics(
@@ -127,6 +207,10 @@ class World:
             act()
         self.now = until
 
+    def end_of(self, request: Request) -> Callable[[Request], None] | None:
+        """Return what its client does at the end of a request, and forget it."""
+        return self._on_end.pop(request, None)
+
     def send(self, request: Request, on_end: Callable[[Request], None] | None = None) -> bool:
         """Enter the queue; return whether it admitted the request, which records a refusal."""
         arrival = Arrival(
@@ -139,13 +223,16 @@ class World:
             deadline=None if request.timeout_s is None else self.now + request.timeout_s,
         )
         try:
-            entry = self.queue.enter(arrival)
+            entry = self.processes[request.process].queue.enter(arrival)
         except (QueueFull, StartsTooLate) as refusal:
             request.refusals.append(refusal)
             return False
         request.entry, request.joined_at = entry, self.now
-        if entry.join(lambda: self._take(request, on_end)):
-            self._take(request, on_end)
+        self._live.add(request)
+        if on_end is not None:
+            self._on_end[request] = on_end
+        if entry.join(lambda: self._take(request)):
+            self._take(request)
         self.on_event()
         return True
 
@@ -171,10 +258,12 @@ class World:
         for _ in range(agent_count):
             self.at(self.now, again)
 
-    def _take(self, request: Request, on_end: Callable[[Request], None] | None) -> None:
+    def _take(self, request: Request) -> None:
+        if request not in self._live:
+            return  # its process was killed
         assert request.entry is not None
         request.dispatched_at = self.now
-        number = request.entry.number
+        number = next(self._sequence_numbers)
         # Nothing is shared: each prompt begins with another token.
         tokens = range(number, number + request.input_tokens)
         made = make_request(tokens, request.output_tokens, rank=request.entry.rank)
@@ -182,14 +271,16 @@ class World:
         self._by_sequence[request.sequence] = request
         self._inbox.append(request)
         self.with_engine.add(request)
-        if on_end is not None:
-            self._on_end[request] = on_end
         if not self._stepping:
             self._stepping = True
             self.at(self.now, self._step)
 
     def _step(self) -> None:
         """Run the next step, up to its report."""
+        for sequence in self._killed:
+            if self._by_sequence.pop(sequence, None) is not None:
+                self.scheduler.remove(sequence)
+        self._killed.clear()
         for request in self._inbox:
             assert request.sequence is not None
             self.scheduler.add(request.sequence)
@@ -221,6 +312,8 @@ class World:
                 each for each in ended if each.sequence is sequence
             )
             assert request.entry is not None
+            if request.sequence in self._killed:
+                continue
             request.begun_at = self.now
             self.service[request.tenant] += request.input_tokens
             request.entry.begun()
@@ -231,6 +324,8 @@ class World:
 
     def _produce(self, request: Request) -> None:
         assert request.entry is not None
+        if request.sequence in self._killed:
+            return
         self.output_tokens += 1
         self.service[request.tenant] += 2.0
         request.entry.generated(1)
@@ -240,6 +335,9 @@ class World:
 
     def _end(self, request: Request) -> None:
         assert request.entry is not None
+        if request.sequence in self._killed:
+            return
+        self._live.discard(request)
         request.ended_at = self.now
         self.with_engine.discard(request)
         request.entry.leave()

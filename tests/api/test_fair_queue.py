@@ -502,7 +502,7 @@ def test_the_window_follows_what_the_engine_takes() -> None:
 def test_several_engines_have_as_many_times_the_room() -> None:
     """The window and its bounds grow with each new engine and shrink with each lost one."""
     window = DispatchWindow()
-    window.spread(3)
+    window.spread(3, 1)
     assert window.size == 3 * WINDOW_FIRST
     window.size = 3 * WINDOW_MAX - 1
     while window.has_room(1.0):
@@ -511,10 +511,10 @@ def test_several_engines_have_as_many_times_the_room() -> None:
     window.adapt(1, behind=True)
     window.adapt(1, behind=True)
     assert window.size == 3 * WINDOW_MAX
-    window.spread(1)
+    window.spread(1, 1)
     assert window.size == WINDOW_MAX
     assert not window.has_room(1.0), "what the others had is still pending"
-    window.spread(2)
+    window.spread(2, 1)
     for _ in range(1000):
         window.adapt(9, behind=True)
     assert window.size == 2 * WINDOW_MIN

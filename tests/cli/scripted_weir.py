@@ -302,6 +302,7 @@ class ScriptedAccounts:
             currency_code="USD",
             create_time=NOON,
             billing_profile=types_pb2.BillingProfile(legal_name="Acme GmbH", country="DE"),
+            queue_weight_milli=2500,
         )
         project = admin_pb.Project(
             project_id=str(uuid.UUID(int=2)),
@@ -313,6 +314,7 @@ class ScriptedAccounts:
             admin_pb.CreateOrganizationResponse(organization=organization),
             admin_pb.ListOrganizationsResponse(organizations=[organization]),
             admin_pb.SetBillingProfileResponse(organization=organization),
+            admin_pb.SetQueueWeightResponse(organization=organization),
             admin_pb.CreateProjectResponse(project=project),
             admin_pb.ListProjectsResponse(projects=[project]),
             admin_pb.CreateApiKeyResponse(api_key=KEY, secret="weir_ab12cd_topsecret"),

@@ -528,6 +528,17 @@ def test_a_billing_profile_is_changed_field_by_field(weir: Run, server: Scripted
     assert json.loads(result.stdout)["billing_profile"]["country"] == "DE"
 
 
+def test_a_queue_weight_is_set_as_a_number_and_shown(weir: Run, server: ScriptedWeir) -> None:
+    result = weir("org weight acme 2.5")
+    refused = weir("org weight acme heavy")
+
+    [changed] = server.accounts.requests
+    assert (changed.organization, changed.queue_weight_milli) == ("acme", 2500)
+    assert "2.5" in result.stdout
+    assert refused.exit_code == 2
+    assert "WEIGHT" in refused.stderr
+
+
 def test_a_billing_profile_is_shown_and_an_unknown_organization_refused(
     weir: Run, server: ScriptedWeir
 ) -> None:

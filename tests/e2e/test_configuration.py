@@ -216,6 +216,21 @@ async def test_a_billing_profile_is_applied_as_a_whole_and_exported(admin: Admin
     assert fields_of(changed.changes[0])["legal_name"] == ("Acme GmbH", "")
 
 
+async def test_a_queue_weight_is_applied_kept_and_exported(admin: Admin) -> None:
+    name = unique()
+    await admin.apply(team(name))
+
+    applied = await admin.apply({"name": name, "queue_weight_milli": "2500"})
+    untouched = await admin.apply(team(name))
+    mistaken = await admin.apply({"name": name, "queue_weight_milli": "0"})
+
+    assert fields_of(applied.changes[0]) == {"queue_weight_milli": (1000, 2500)}
+    assert not untouched.changes
+    [error] = mistaken.violations
+    assert error.field == "organizations[0].queue_weight_milli"
+    assert (await admin.export(name))["queue_weight_milli"] == "2500"
+
+
 async def test_a_profile_that_no_font_shows_is_refused_by_field(admin: Admin) -> None:
     name = unique()
     await admin.apply(team(name))

@@ -16,6 +16,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
+from weir_client import AsyncAdminClient
 
 from api.queue.tier import ServiceRate
 from metering.core.models import QuotaDimension
@@ -207,3 +208,21 @@ async def test_the_queue_wait_is_timed(service: Service, tenant: Tenant) -> None
         )
         await stream.cancel(batch)
         await stream.end(batch)
+
+
+async def test_a_weight_applies_to_running_servers_and_to_waiting_requests(
+    inside: Inside, service: Service, tenant: Tenant
+) -> None:
+    async with crowded(service, tenant, 3):
+        _, admin_secret = await service.new_key(tenant, "admin")
+        async with AsyncAdminClient(service.address, admin_secret) as admin:
+            weighed = await admin.set_queue_weight(str(tenant.organization_id), 4000)
+            listed = await admin.list_organizations()
+        own = tenant.organization_id
+        await until(lambda: inside.process.weights.get(own.int) == 4.0, "the weight")
+        waiting = inside.process.queues[MODEL].interactive.line.find(own)
+
+    assert waiting is not None
+    assert waiting.weight == 4.0
+    assert weighed.queue_weight_milli == 4000
+    assert {each.queue_weight_milli for each in listed if each.name == weighed.name} == {4000}

@@ -15,10 +15,11 @@ export const limits = {
   scopes: "admin or inference",
   async show(view) {
     const controls = h("div", { class: "controls" }), shown = h("section", { "aria-label": "Limits" });
-    let load, currency = view.session.currencyCode, whose = "this key", terminal = "weir quota show";
+    let load, share, currency = view.session.currencyCode, whose = "this key", terminal = "weir quota show";
     if (view.may(LIST)) {
-      const { ref, name, currency: billed, chooser } = await view.organization();
+      const { ref, name, currency: billed, weight, chooser } = await view.organization();
       currency = billed;
+      share = weight && `Weight of ${name} in the fair queue: ${Number(weight) / 1000}. Change it with weir org weight ${name} WEIGHT.`;
       const { apiKeys = [] } = await view.call(KEYS, { organization: ref });
       const good = apiKeys.filter((each) => !each.revokeTime);
       const key = good.find((each) => each.prefix === view.params.get("key"))?.prefix ?? "";
@@ -33,7 +34,7 @@ export const limits = {
     swap(view.body, controls, shown, command("Set a limit", "weir quota set tokens-per-month 1000000 --org ORG"), command("Command", terminal));
     await view.repeat(REFRESH_MS, async () => {
       const { quotas = [] } = await load();
-      swap(shown, table(`Limits of ${whose}`, limitColumns(currency), quotas, { empty: "No limits are set.", key: (each) => each.quotaId }), h("p", { class: "note" }, asOf()));
+      swap(shown, table(`Limits of ${whose}`, limitColumns(currency), quotas, { empty: "No limits are set.", key: (each) => each.quotaId }), share && h("p", { class: "note" }, share), h("p", { class: "note" }, asOf()));
     });
   },
 };

@@ -118,13 +118,13 @@ export class View {
   // Selected organization: admins choose, other keys have their own.
   async organization() {
     const own = this.session.organizationId;
-    if (!this.session.scopes.includes("admin")) return { ref: own, name: "", currency: this.session.currencyCode, chooser: null };
+    if (!this.session.scopes.includes("admin")) return { ref: own, name: "", currency: this.session.currencyCode, weight: "", chooser: null };
     const { organizations = [] } = await this.call("AdminService/ListOrganizations");
     const asked = this.params.get("org") ?? "";
     const found = organizations.find((each) => each.name === asked || each.organizationId === asked)
       ?? organizations.find((each) => each.organizationId === own);
     const chooser = choice("Organization", organizations.map((each) => [each.name, each.name]), found?.name ?? "", (org) => this.go({ org, month: "", key: "" }));
-    return { ref: found?.name ?? own, name: found?.name ?? "", currency: found?.currencyCode ?? "", chooser };
+    return { ref: found?.name ?? own, name: found?.name ?? "", currency: found?.currencyCode ?? "", weight: found?.queueWeightMilli ?? "", chooser };
   }
 
   // Selected month, and all months of an organization.

@@ -60,15 +60,15 @@ class TextWork:
     def __init__(
         self,
         settings: PreparationSettings,
-        weights: Mapping[str, float] | None = None,
+        weights: Mapping[int, float] | None = None,
         rest: float = 0.0,
     ) -> None:
-        """`weights` are the shares of organizations, by id as text, as in the engine queues.
+        """`weights` are those of the engine queues, by organization id as an integer.
 
         After a long call, a thread pauses for `rest` times the processor time of the call.
         """
         self._settings = settings
-        self._weights = weights or {}
+        self._weights = {} if weights is None else weights  # the owner changes it
         self._rest = rest
         self.taken_chars = 0  # of requests that are being prepared or wait for it
         self._taken: Counter[uuid.UUID] = Counter()  # by API key and by organization
@@ -119,7 +119,7 @@ class TextWork:
         """Run a call in a thread; return result and processor seconds. Raises the call's error."""
         self._number += 1
         work = Work(self._number, chars, call, asyncio.get_running_loop().create_future())
-        weight = self._weights.get(str(organization_id), 1.0)
+        weight = self._weights.get(organization_id.int, 1.0)
         tenant = self._line.join(work, organization_id, weight)
         self._begin_next()
         try:

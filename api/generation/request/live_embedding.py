@@ -242,7 +242,7 @@ class LiveEmbedding:
                 input_token_count=sum(map(len, part)),
                 output_token_count_max=0,
                 tier=self.start.tier,
-                weight=self._registry.weights.get(str(tenant_id), 1.0),
+                weight=self._registry.weights.get(tenant_id.int, 1.0),
                 deadline=caller.deadline,
             )
             entries[stack.enter_context(queue.enter(arrival, engine_wait_s))] = part

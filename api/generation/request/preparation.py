@@ -178,14 +178,14 @@ def arrival_of(
     start: ValidStart,
     request: GenerationRequest,
     payer: Payer,
-    weights: Mapping[str, float],
+    weights: Mapping[int, float],
     received_at: float,
     deadline: float | None,
 ) -> Arrival:
     """Build the queue's view of a request.
 
-    `weights` are by organization id. `received_at` and `deadline`, the call's, are monotonic
-    seconds.
+    `weights` are by organization id as an integer, 1 if missing. `received_at` and `deadline`, the
+    call's, are monotonic seconds.
     """
     if start.start_timeout_s is not None:
         deadline = min(
@@ -197,7 +197,7 @@ def arrival_of(
         input_token_count=len(request.prompt_token_ids),
         output_token_count_max=request.stop.max_output_tokens * request.choice_count,
         tier=start.tier,
-        weight=weights.get(str(payer.organization_id), 1.0) if weights else 1.0,
+        weight=weights.get(payer.organization_id.int, 1.0),
         sequence_count=(
             request.choice_count if request.beam_search is None else request.beam_search.width
         ),

@@ -31,6 +31,7 @@ from api.generation.state import Stopwatch
 from api.observability.observer import Observer
 from api.queue.fair_queue import ExpectedWait, FairQueue
 from common.incidents import Retries
+from inference.engine import pool_of
 from inference.routing.router import Router
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer
@@ -117,7 +118,8 @@ class RequestRegistry:
         self.router = router
         self.tokenizers = tokenizers
         self.queues = queues_of(router, settings.queue)
-        self.weights = settings.queue.weights  # shares of organizations, by id
+        # Of organizations whose weight in the fair queues is not 1, by id as an integer
+        self.weights: dict[int, float] = {}
         self.cold_start_wait_s = settings.requests.cold_start_wait_s
         self.replays = ReplayBuffers[ReplayableBuffer](
             admission.journal,
@@ -129,11 +131,11 @@ class RequestRegistry:
             (model.context_window_tokens for model in router.models()), default=0
         )
         self.pace = pace or RateLimiter(settings.messages.frames_share_max)
-        self.text_work = TextWork(settings.preparation, settings.queue.weights)
+        self.text_work = TextWork(settings.preparation, self.weights)
         # Parsers keep the interpreter: the event loop would wait for each of several threads, and
         # for one long message after the other.
         self._parsing = TextWork(
-            replace(settings.preparation, thread_count=1), settings.queue.weights, PARSING_REST
+            replace(settings.preparation, thread_count=1), self.weights, PARSING_REST
         )
         self.tasks: asyncio.TaskGroup = admission.tasks  # tasks of requests
         self._live: dict[Running, None] = {}  # in order of arrival
@@ -142,6 +144,23 @@ class RequestRegistry:
         self._progress = Retries("progress")
         # Held while a large message of an API key is parsed
         self._large: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
+
+    def set_weights(self, milli: Mapping[uuid.UUID, int]) -> None:
+        """Set the weights of all organizations, in thousandths; others weigh 1.
+
+        Waiting requests are ordered by the new weights.
+        """
+        weights = {
+            organization_id.int: weight_milli / 1000
+            for organization_id, weight_milli in milli.items()
+            if weight_milli != 1000
+        }
+        if weights == self.weights:
+            return
+        self.weights.clear()
+        self.weights.update(weights)
+        for queue in self.queues.values():
+            queue.reweigh(weights)
 
     def add(self, request: Generating) -> None:
         """Add a generate request. `find` returns it unless an earlier one has its key."""
@@ -297,6 +316,18 @@ class RequestRegistry:
                 request.report_progress(outlooks.get(entry))
         end = first + PROGRESS_FRAMES_MAX
         return end if end < len(waiting) else 0
+
+
+def shared_queues(router: Router, queues: Mapping[str, FairQueue]) -> dict[str, FairQueue]:
+    """Find the queues before engines that other processes use too; return them by pool.
+
+    Processes share a pool if they serve the same version of a model by the same engines.
+    """
+    return {
+        f"{backend.model.name} {pool}": queues[backend.model.name]
+        for backend in router.backends()
+        if (pool := pool_of(backend))
+    }
 
 
 def queues_of(router: Router, settings: QueueSettings) -> dict[str, FairQueue]:

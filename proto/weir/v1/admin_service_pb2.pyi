@@ -33,12 +33,17 @@ class Organization(_message.Message):
     CURRENCY_CODE_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     BILLING_PROFILE_FIELD_NUMBER: _builtins.int
+    QUEUE_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
     organization_id: _builtins.str
     """Server-generated UUID."""
     name: _builtins.str
     """Unique name: 1 to 63 of a-z, 0-9 and "-", starting with a letter."""
     currency_code: _builtins.str
     """ISO 4217 code of its bills, such as "USD". It never changes."""
+    queue_weight_milli: _builtins.int
+    """How much it counts in the fair queue, in thousandths: under load, twice the weight is twice the
+    service. 1000 if it was never set.
+    """
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """Time of creation."""
@@ -55,10 +60,11 @@ class Organization(_message.Message):
         currency_code: _builtins.str = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         billing_profile: _types_pb2.BillingProfile | None = ...,
+        queue_weight_milli: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "create_time", b"create_time", "currency_code", b"currency_code", "name", b"name", "organization_id", b"organization_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "create_time", b"create_time", "currency_code", b"currency_code", "name", b"name", "organization_id", b"organization_id", "queue_weight_milli", b"queue_weight_milli"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -386,6 +392,58 @@ class SetBillingProfileResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetBillingProfileResponse: _TypeAlias = SetBillingProfileResponse  # noqa: Y015
+
+@_typing.final
+class SetQueueWeightRequest(_message.Message):
+    """Sets how much an organization counts in the fair queue."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    QUEUE_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of the organization. Unknown: NOT_FOUND."""
+    queue_weight_milli: _builtins.int
+    """The weight in thousandths, 10 to 100,000: see `Organization.queue_weight_milli`. Other values:
+    INVALID_ARGUMENT.
+    """
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+        queue_weight_milli: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization", "queue_weight_milli", b"queue_weight_milli"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetQueueWeightRequest: _TypeAlias = SetQueueWeightRequest  # noqa: Y015
+
+@_typing.final
+class SetQueueWeightResponse(_message.Message):
+    """The organization."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def organization(self) -> Global___Organization:
+        """With its new weight."""
+
+    def __init__(
+        self,
+        *,
+        organization: Global___Organization | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetQueueWeightResponse: _TypeAlias = SetQueueWeightResponse  # noqa: Y015
 
 @_typing.final
 class CreateProjectRequest(_message.Message):

@@ -62,6 +62,11 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.SetBillingProfileRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.SetBillingProfileResponse.FromString,
                 _registered_method=True)
+        self.SetQueueWeight = channel.unary_unary(
+                '/weir.v1.AdminService/SetQueueWeight',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.SetQueueWeightRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.SetQueueWeightResponse.FromString,
+                _registered_method=True)
         self.CreateProject = channel.unary_unary(
                 '/weir.v1.AdminService/CreateProject',
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.CreateProjectRequest.SerializeToString,
@@ -275,6 +280,14 @@ class AdminServiceServicer:
 
     def SetBillingProfile(self, request, context):
         """Replaces the billing profile of an organization. Closed months keep the profile of their close.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetQueueWeight(self, request, context):
+        """Sets how much an organization counts in the fair queue. All api processes apply it within a
+        second, to waiting requests too. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -570,6 +583,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.SetBillingProfileRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.SetBillingProfileResponse.SerializeToString,
             ),
+            'SetQueueWeight': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQueueWeight,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.SetQueueWeightRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.SetQueueWeightResponse.SerializeToString,
+            ),
             'CreateProject': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateProject,
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.CreateProjectRequest.FromString,
@@ -844,6 +862,33 @@ class AdminService:
             '/weir.v1.AdminService/SetBillingProfile',
             weir_dot_v1_dot_admin__service__pb2.SetBillingProfileRequest.SerializeToString,
             weir_dot_v1_dot_admin__service__pb2.SetBillingProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetQueueWeight(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/SetQueueWeight',
+            weir_dot_v1_dot_admin__service__pb2.SetQueueWeightRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.SetQueueWeightResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,10 @@ class AdminServiceStub:
     """Lists organizations by name."""
     SetBillingProfile: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetBillingProfileRequest, _admin_service_pb2.SetBillingProfileResponse]
     """Replaces the billing profile of an organization. Closed months keep the profile of their close."""
+    SetQueueWeight: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetQueueWeightRequest, _admin_service_pb2.SetQueueWeightResponse]
+    """Sets how much an organization counts in the fair queue. All api processes apply it within a
+    second, to waiting requests too. Idempotent.
+    """
     CreateProject: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CreateProjectRequest, _admin_service_pb2.CreateProjectResponse]
     """Creates a project. ALREADY_EXISTS if the organization has a project of that name."""
     ListProjects: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListProjectsRequest, _admin_service_pb2.ListProjectsResponse]
@@ -168,6 +172,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Lists organizations by name."""
     SetBillingProfile: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetBillingProfileRequest, _admin_service_pb2.SetBillingProfileResponse]  # type: ignore[assignment]
     """Replaces the billing profile of an organization. Closed months keep the profile of their close."""
+    SetQueueWeight: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetQueueWeightRequest, _admin_service_pb2.SetQueueWeightResponse]  # type: ignore[assignment]
+    """Sets how much an organization counts in the fair queue. All api processes apply it within a
+    second, to waiting requests too. Idempotent.
+    """
     CreateProject: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CreateProjectRequest, _admin_service_pb2.CreateProjectResponse]  # type: ignore[assignment]
     """Creates a project. ALREADY_EXISTS if the organization has a project of that name."""
     ListProjects: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListProjectsRequest, _admin_service_pb2.ListProjectsResponse]  # type: ignore[assignment]
@@ -299,6 +307,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.SetBillingProfileResponse, _abc.Awaitable[_admin_service_pb2.SetBillingProfileResponse]]:
         """Replaces the billing profile of an organization. Closed months keep the profile of their close."""
+
+    @_abc_1.abstractmethod
+    def SetQueueWeight(
+        self,
+        request: _admin_service_pb2.SetQueueWeightRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.SetQueueWeightResponse, _abc.Awaitable[_admin_service_pb2.SetQueueWeightResponse]]:
+        """Sets how much an organization counts in the fair queue. All api processes apply it within a
+        second, to waiting requests too. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def CreateProject(

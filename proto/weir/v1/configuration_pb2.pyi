@@ -65,6 +65,7 @@ class OrganizationConfiguration(_message.Message):
     BILLING_PROFILE_FIELD_NUMBER: _builtins.int
     RESALE_PRICES_FIELD_NUMBER: _builtins.int
     PRUNE_RESALE_PRICES_FIELD_NUMBER: _builtins.int
+    QUEUE_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """See `Organization.name`."""
     currency_code: _builtins.str
@@ -73,6 +74,10 @@ class OrganizationConfiguration(_message.Message):
     """Removes its limits that are absent from `quotas`."""
     prune_resale_prices: _builtins.bool
     """Ends its resale prices for models that are absent from `resale_prices`."""
+    queue_weight_milli: _builtins.int
+    """Its weight in the fair queue, in thousandths: see `Organization.queue_weight_milli`. Unset:
+    unchanged, 1000 for a new organization.
+    """
     @_builtins.property
     def quotas(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuotaConfiguration]:
         """Limits on the organization."""
@@ -100,12 +105,15 @@ class OrganizationConfiguration(_message.Message):
         billing_profile: _types_pb2.BillingProfile | None = ...,
         resale_prices: _abc.Iterable[Global___ResalePriceConfiguration] | None = ...,
         prune_resale_prices: _builtins.bool = ...,
+        queue_weight_milli: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_weight_milli", b"_queue_weight_milli", "billing_profile", b"billing_profile", "queue_weight_milli", b"queue_weight_milli"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "currency_code", b"currency_code", "name", b"name", "projects", b"projects", "prune_quotas", b"prune_quotas", "prune_resale_prices", b"prune_resale_prices", "quotas", b"quotas", "resale_prices", b"resale_prices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_weight_milli", b"_queue_weight_milli", "billing_profile", b"billing_profile", "currency_code", b"currency_code", "name", b"name", "projects", b"projects", "prune_quotas", b"prune_quotas", "prune_resale_prices", b"prune_resale_prices", "queue_weight_milli", b"queue_weight_milli", "quotas", b"quotas", "resale_prices", b"resale_prices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__queue_weight_milli: _TypeAlias = _typing.Literal["queue_weight_milli"]  # noqa: Y015
+    _WhichOneofArgType__queue_weight_milli: _TypeAlias = _typing.Literal["_queue_weight_milli", b"_queue_weight_milli"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_weight_milli) -> _WhichOneofReturnType__queue_weight_milli | None: ...
 
 Global___OrganizationConfiguration: _TypeAlias = OrganizationConfiguration  # noqa: Y015
 

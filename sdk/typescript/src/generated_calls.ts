@@ -613,6 +613,28 @@ export class AdminCalls extends UnaryClient {
   }
 
   /**
+   * Sets how much an organization counts in the fair queue. All api processes apply it within a
+   * second, to waiting requests too. Idempotent.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param queueWeightMilli The weight in thousandths, 10 to 100,000: see
+   * `Organization.queue_weight_milli`. Other values: InvalidRequest.
+   */
+  async setQueueWeight(
+    organization: string,
+    queueWeightMilli: number | bigint,
+    options: CallOptionsOf = {},
+  ): Promise<Organization> {
+    const init = defined({
+      organization: organization,
+      queueWeightMilli: whole("queueWeightMilli", queueWeightMilli),
+    });
+    const method = AdminService.method.setQueueWeight;
+    const response = await this.connection.call(method, init, options);
+    return wire.organization(response.organization);
+  }
+
+  /**
    * Creates a project. AlreadyExists if the organization has a project of that name.
    *
    * @param organization Name or id of the organization. Unknown: NotFound.

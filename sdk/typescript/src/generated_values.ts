@@ -1146,6 +1146,11 @@ export interface Organization {
   readonly createTime: Date | undefined;
   /** Recipient of its invoices. Unset if never set. */
   readonly billingProfile: BillingProfile | undefined;
+  /**
+   * How much it counts in the fair queue, in thousandths: under load, twice the weight is twice the
+   * service. 1000 if it was never set.
+   */
+  readonly queueWeightMilli: number;
 }
 
 /** A subdivision of an organization, with its own keys. */

@@ -883,6 +883,7 @@ export function organization(
     currencyCode: value.currencyCode,
     createTime: date(value.createTime),
     billingProfile: value.billingProfile && billingProfile(value.billingProfile),
+    queueWeightMilli: count(value.queueWeightMilli),
   };
 }
 

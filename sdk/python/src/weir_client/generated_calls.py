@@ -126,6 +126,22 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.SetBillingProfile, request)
         return wire.read(Organization, response.organization)
 
+    async def set_queue_weight(self, organization: str, queue_weight_milli: int) -> Organization:
+        """Sets how much an organization counts in the fair queue. All api processes apply it within
+        a second, to waiting requests too. Idempotent.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `queue_weight_milli`: The weight in thousandths, 10 to 100,000: see
+            `Organization.queue_weight_milli`. Other values: InvalidRequest.
+        """
+        request = wire.request(
+            admin_service_pb2.SetQueueWeightRequest,
+            organization=organization,
+            queue_weight_milli=queue_weight_milli,
+        )
+        response = await self._call(self._stub.SetQueueWeight, request)
+        return wire.read(Organization, response.organization)
+
     async def create_project(
         self,
         organization: str,
@@ -840,6 +856,7 @@ class BlockingAdminCalls(BlockingUnaryClient):
     create_organization = blocking(AsyncAdminCalls.create_organization)
     list_organizations = blocking(AsyncAdminCalls.list_organizations)
     set_billing_profile = blocking(AsyncAdminCalls.set_billing_profile)
+    set_queue_weight = blocking(AsyncAdminCalls.set_queue_weight)
     create_project = blocking(AsyncAdminCalls.create_project)
     list_projects = blocking(AsyncAdminCalls.list_projects)
     create_api_key = blocking(AsyncAdminCalls.create_api_key)

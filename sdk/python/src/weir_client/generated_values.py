@@ -1240,6 +1240,9 @@ class Organization(Value):
     """Time of creation."""
     billing_profile: BillingProfile | None = None
     """Recipient of its invoices. Unset if never set."""
+    queue_weight_milli: int = 0
+    """How much it counts in the fair queue, in thousandths: under load, twice the weight is twice
+    the service. 1000 if it was never set."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,264 @@
+"""Queues of several processes before the same engine, in virtual time: one order for all."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import pytest
+from msgspec.structs import replace
+
+from api.core.settings import QueueSettings
+from api.queue.exchange import INTERVAL_S, Exchange
+from api.queue.fair_queue import QueueEntry, ServiceTier
+from api.queue.virtual_tokens import Line, LineReport
+from metering.control.queue_reports import QueueReportRow
+from tests.api.queue_world import EngineModel, Request, World, agent, percentile
+
+# As on a GPU, a decoding step takes the same time for one sequence as for all.
+WIDE = EngineModel(running_max=64, step_tokens_max=2048, step_s=0.02, token_s=0.00001)
+PROCESSES = 4
+CUT_OFF_S = 3.0
+
+
+def run_agents(
+    world: World,
+    tenant: str,
+    count: int,
+    processes: Sequence[int],
+    until: float,
+    weight: float = 1.0,
+) -> None:
+    """Run agents of a tenant that send each request to one of some processes."""
+    rng = random.Random(tenant)
+    make = agent(tenant, rng)
+
+    def request() -> Request:
+        made = make()
+        made.process, made.weight = rng.choice(processes), weight
+        return made
+
+    world.keep_busy(tenant, count, request, until)
+
+
+def service(world: World, begin: float, end: float) -> dict[str, float]:
+    """Run until `end`; return the service of each tenant from `begin` on."""
+    world.run(begin)
+    before = dict(world.service)
+    world.run(end)
+    return {name: units - before.get(name, 0.0) for name, units in world.service.items()}
+
+
+def die(world: World, index: int) -> None:
+    """Kill a process. Clients send its requests again, to the new one."""
+    for request in world.kill(index):
+        again = Request(
+            request.tenant,
+            request.input_tokens,
+            request.output_tokens,
+            world.now,
+            weight=request.weight,
+            process=index,
+        )
+        world.send_stubbornly(again, world.end_of(request))
+
+
+def cut_off(world: World, index: int) -> None:
+    """Let the exchanges of a process fail for some time."""
+    process = world.processes[index]
+    process.is_cut_off = True
+    world.at(world.now + CUT_OFF_S, lambda: setattr(process, "is_cut_off", False))
+
+
+def unfairness(seed: int, *, exchanges: bool = True) -> float:
+    """Return the greatest difference of weighted service between tenants that always wait, as a
+    share of what may differ.
+
+    While reports are on their way, the others are wrong about a process by at most what the engine
+    serves in two intervals, and once more for each process that ends or is cut off.
+    """
+    rng = random.Random(seed)
+    world = World(None, WIDE, process_count=PROCESSES, exchanges=exchanges)
+    weights = {name: rng.choice([0.5, 1.0, 1.0, 2.0, 4.0]) for name in "abc"}
+    for name, weight in weights.items():
+        used = rng.sample(range(PROCESSES), rng.randint(1, PROCESSES))
+        run_agents(world, name, rng.randint(70, 120), used, 30.0, weight)
+    event_count = rng.randint(0, 3)
+    for _ in range(event_count):
+        act, index = rng.choice([die, cut_off]), rng.randrange(PROCESSES)
+        world.at(rng.uniform(6, 20), partial(act, world, index))
+
+    served = service(world, 5.0, 25.0)
+
+    weighted = [served[name] / weights[name] for name in weights]
+    rate = sum(served.values()) / 20
+    allowed = 2 * INTERVAL_S * rate / min(weights.values()) * (1 + event_count)
+    return (max(weighted) - min(weighted)) / allowed
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_service_of_tenants_that_wait_differs_by_at_most_the_bound(seed: int) -> None:
+    """Whatever the weights, the processes they use, and the processes that die or are cut off."""
+    assert unfairness(seed) <= 1.0
+
+
+def spread_per_single(*, exchanges: bool = True) -> float:
+    """Return the service of a tenant that uses all processes, per service of one that uses one."""
+    world = World(None, WIDE, process_count=PROCESSES, exchanges=exchanges)
+    run_agents(world, "spread", 100, range(PROCESSES), 25.0)
+    run_agents(world, "single", 100, [0], 25.0)
+    served = service(world, 5.0, 25.0)
+    return served["spread"] / served["single"]
+
+
+def test_a_tenant_that_uses_all_processes_gets_one_share() -> None:
+    assert spread_per_single() == pytest.approx(1.0, abs=0.05)
+
+
+def share_of_a_newcomer() -> float:
+    """Return the share of a tenant that begins late, in another process, in its first 5 s."""
+    world = World(None, WIDE, process_count=2)
+    run_agents(world, "old", 100, [0], 30.0)
+    world.at(15.0, lambda: run_agents(world, "new", 100, [1], 30.0))
+    served = service(world, 15.0, 20.0)
+    return served["new"] / (served["new"] + served["old"])
+
+
+def test_a_tenant_that_begins_elsewhere_starts_at_the_level_of_all() -> None:
+    assert share_of_a_newcomer() == pytest.approx(0.5, abs=0.12)
+
+
+def read_own_rows(world: World, patch: pytest.MonkeyPatch) -> None:
+    """Plant a fault: processes read their own rows too."""
+    honest = Exchange.take
+
+    def take(self: Exchange, rows: Sequence[QueueReportRow]) -> Iterator[None]:
+        [own] = [each for each in world.processes if each.exchange is self]
+        return honest(self, [*rows, QueueReportRow(own.id, own.report, own.written_at, 0.0)])
+
+    patch.setattr(Exchange, "take", take)
+
+
+def keep_levels_apart(patch: pytest.MonkeyPatch) -> None:
+    """Plant a fault: lines that meet keep their own levels and counters."""
+    honest = Line.absorb
+
+    def absorb(
+        self: Line[QueueEntry], process_id: uuid.UUID, report: LineReport, *, is_new: bool
+    ) -> float:
+        tenants = tuple(replace(each, counter=0.0) for each in report.tenants)
+        apart = replace(report, level=0.0, tenants=tenants)
+        return honest(self, process_id, apart, is_new=is_new)
+
+    patch.setattr(Line, "absorb", absorb)
+
+
+def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert spread_per_single(exchanges=False) > 2.0
+    assert unfairness(5, exchanges=False) > 1.0
+    with monkeypatch.context() as patch:
+        keep_levels_apart(patch)
+        assert share_of_a_newcomer() > 0.8
+    begun: list[World] = []
+    honest = World.__init__
+
+    def begin(self: World, *args: object, **options: object) -> None:
+        honest(self, *args, **options)  # type: ignore[arg-type]
+        read_own_rows(self, patch)
+        begun.append(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(World, "__init__", begin)
+        assert spread_per_single() > 1.2
+
+
+def quiet_ttfts(process_count: int, flood: int) -> tuple[list[float], int]:
+    """Return TTFTs of a tenant with four agents in the first process, and all output tokens.
+
+    Another tenant floods all processes.
+    """
+    world = World(None, WIDE, process_count=process_count)
+    run_agents(world, "flood", flood, range(process_count), 40.0)
+    world.keep_busy("quiet", 4, agent("quiet", random.Random(1), output_tokens=20), 40.0)
+    world.run(40.0)
+    quiet = [each.ttft_s for each in world.ended if each.tenant == "quiet" and each.sent_at > 5]
+    return quiet, world.output_tokens
+
+
+def test_a_flood_through_all_processes_is_hardly_noticed_and_costs_no_throughput() -> None:
+    one, one_tokens = quiet_ttfts(1, 80)
+    four, four_tokens = quiet_ttfts(PROCESSES, 80)
+
+    assert percentile(four, 50) <= 1.2 * percentile(one, 50)
+    assert percentile(four, 99) <= 1.2 * percentile(one, 99)
+    assert four_tokens >= 0.98 * one_tokens
+
+
+def test_windows_of_several_processes_neither_starve_nor_overfill_the_engine() -> None:
+    """Together they keep the batch full, and few requests wait in the engine."""
+    world = World(None, WIDE, process_count=PROCESSES)
+    run_agents(world, "a", 200, range(PROCESSES), 20.0)
+    world.run(15.0)
+
+    pending = sum(each.queue.window.pending_count for each in world.processes)
+    running = len(world.with_engine) - pending
+    assert running >= 0.95 * WIDE.running_max
+    assert pending <= 16
+
+
+def test_a_paused_process_rejoins_without_a_burst() -> None:
+    """After ten seconds, its tenant is neither made up for the pause nor delayed by it."""
+    world = World(None, WIDE, process_count=2)
+    run_agents(world, "a", 100, [0], 40.0)
+    run_agents(world, "b", 100, [1], 40.0)
+    world.at(10.0, lambda: cut_off(world, 1))
+    served = service(world, 10.0 + CUT_OFF_S + INTERVAL_S, 25.0)
+
+    assert served["b"] / served["a"] == pytest.approx(1.0, abs=0.08)
+
+
+def test_places_and_promised_waits_are_those_of_all_processes() -> None:
+    """200 clients through all processes for 60 places: those that return as told are served."""
+    limits = QueueSettings(requests_max=60, requests_per_tenant_max=60)
+    world = World(limits, EngineModel(running_max=16), process_count=PROCESSES)
+    requests = [
+        Request(name, 200, 30, 0.01 * index, timeout_s=30.0, process=index % PROCESSES)
+        for index in range(200)
+        for name in ("ab"[index % 2],)
+    ]
+    peaks: list[int] = []
+    for request in requests:
+        world.at(2.0 + request.sent_at, partial(world.send_stubbornly, request))
+    world.on_event = lambda: peaks.append(sum(each.queue.waiting.total for each in world.processes))
+    world.run(120.0)
+
+    retried = [each for each in requests if each.refusals]
+    again = [each for each in retried if len(each.refusals) > 1]
+    assert len(world.ended) == len(requests)
+    assert len(retried) > 50, "there was no room for all"
+    assert len(again) <= 0.05 * len(retried), "promised waits are kept"
+    # Arrivals of an interval: the others have not heard of them.
+    assert max(peaks) <= limits.requests_max + 100 * INTERVAL_S
+
+
+def batch_turns(process_count: int) -> int:
+    """Return how many of 80 batch requests get a turn in 30 s beside a flood, one each 3 s."""
+    world = World(QueueSettings(batch_wait_max_s=3.0), WIDE, process_count=process_count)
+    run_agents(world, "a", 150, range(process_count), 40.0)
+    batch = [
+        Request("b", 500, 20, 5.0, tier=ServiceTier.BATCH, process=index % process_count)
+        for index in range(80)
+    ]
+    for request in batch:
+        world.at(5.0, partial(world.send_stubbornly, request))
+    world.run(35.0)
+    return sum(each.dispatched_at is not None for each in batch)
+
+
+def test_the_batch_tier_gets_one_turn_among_all_processes() -> None:
+    one, four = batch_turns(1), batch_turns(PROCESSES)
+
+    assert 8 <= one <= 11
+    assert one - 2 <= four <= one + 2
