@@ -33,7 +33,7 @@ from api.core.rate_limiter import RateLimiter
 from api.core.settings import ListenSettings, Settings
 from api.core.statuses import link_to_docs
 from api.core.wire import use_signer
-from api.fleet.fleet import build_serving
+from api.fleet.running_fleet import RunningFleet
 from api.generation.request import control
 from api.generation.request.admission import Admission, Capacity
 from api.generation.request.peers import Identity, Peer, PeerCertificates, make_identity
@@ -56,15 +56,13 @@ from api.rpc.open_streams import BoundedCalls
 from api.server import Servicers, build_peer_server, build_server
 from common.incidents import IncidentTaskGroup, Retries, sole_cause
 from common.settings import SettingInvalid
-from inference.engine import Backend
-from inference.errors import CheckpointInvalid, EngineError
-from inference.routing.router import Router
+from inference.errors import CheckpointInvalid
 from inference.safety.classifiers import ClassifierProcess
 from inference.safety.safety import SafetyRulesInvalid
 from inference.safety.safety_file import Safety, read_safety
-from inference.text.tokenizer import Tokenizer
 from inference.workers.process import SpareWorkers
 from metering.control.control_channel import ControlChannel
+from metering.control.fleet_versions import read_newest
 from metering.core.errors import DatabaseUnavailable, InvalidValue
 from metering.holds.holds import HoldStore
 from metering.holds.journal import UsageJournal, check_locks
@@ -141,9 +139,9 @@ class Server:
         make_private(settings.home)
         check_locks(settings.journal_directory)
         self._spares.count = settings.replicas.spare_workers
-        serving = build_serving(settings, self._spares.open)
-        self.router = Router(serving.engines, serving.encoders, serving.catalog)
-        tokenizers = load_tokenizers(self.router, settings)
+        stored = await read_newest(settings.database.url)
+        self.fleet = RunningFleet(settings, self._spares.open, stored)
+        self.router, tokenizers = self.fleet.router, self.fleet.serving.tokenizers
         self.signer = open_signer(settings)
         await self._recover()
         use_signer(self.signer)
@@ -163,7 +161,7 @@ class Server:
             self.pace,
         )
         self._bind(tls, identity)
-        self._serve_engines()
+        self.fleet.begin(self.tasks, self.registry, self.admin_sessions)
         self.start_loops()
         if safety.classifiers is not None:
             self._keep_running("classifiers", safety.classifiers.serve)
@@ -287,6 +285,7 @@ class Server:
             self.settings.database.url,
             self.signer,
             self.issuer,
+            fleet=self.fleet,
             in_thread=self.registry.in_thread,
             private_webhooks=self.settings.private_webhooks,
         )
@@ -315,7 +314,7 @@ class Server:
     def _open_control(self, peer: Peer, accepted: PeerCertificates) -> ControlChannel:
         """Create the channel on which other processes cancel requests here and ask what runs."""
         registry = self.registry
-        return ControlChannel(
+        channel = ControlChannel(
             self.settings.database.url,
             self.process_id,
             control.process_name(),
@@ -327,19 +326,14 @@ class Server:
             report_replicas=lambda: control.report_replicas(registry),
             broadcaster=SharedFailures(self.authenticator.throttle, self.process_id),
         )
-
-    def _serve_engines(self) -> None:
-        """Run all engines as tasks, and load the models that do not start on demand."""
-        for engine in self.router.backends():
-            self.tasks.create_task(engine.serve(), name=f"engine {engine.model.name}")
-            if not engine.condition().starts_on_demand:
-                name = f"engine start {engine.model.name}"
-                self.tasks.create_task(start_engine(engine), name=name)
+        channel.fleet = self.fleet
+        return channel
 
     def start_loops(self) -> None:
         """Start the background loops."""
         self.background.append(self.tasks.create_task(self.holds.run(), name="holds"))
         self._keep_running("control channel", self.control.run)
+        self._keep_running("fleet changes", self.fleet.run)
         self._keep_running("usage notices", self.notices.run)
         self._keep_running("key uses", self.uses.run)
         self._keep_running("recovery", self.recover_regularly)
@@ -427,8 +421,7 @@ class Server:
         await self.peer_server.stop(grace=1.0)
         await self.holds.release_preauthorized()
         await self.server.stop(grace=1.0)
-        for engine in self.router.backends():
-            await engine.close()
+        await self.fleet.close()
         await self.listener.stop()
         await self.metrics.stop()
         for task in self.background:
@@ -442,14 +435,6 @@ async def start_classifiers(classifiers: ClassifierProcess) -> None:
     """
     if (failure := await classifiers.loaded()) is not None:
         raise SettingInvalid(f"WEIR_SAFETY_RULES: {failure}")
-
-
-async def start_engine(engine: Backend) -> None:
-    """Load a model before its first request. A failure is logged; requests then get the error."""
-    try:
-        await engine.start()
-    except EngineError as error:
-        log.error("engine_start_failed", model=engine.model.name, cause=str(error))
 
 
 async def warn_of_undurable_server(sessions: Sessions) -> None:
@@ -487,28 +472,6 @@ def build_safety(settings: Settings) -> Safety:
         return read_safety(Path(settings.models.safety_rules))
     except SafetyRulesInvalid as error:
         raise SettingInvalid(f"WEIR_SAFETY_RULES: {error}") from error
-
-
-def load_tokenizers(router: Router, settings: Settings) -> dict[str, Tokenizer]:
-    """Load the tokenizer of each model. Raises: SettingInvalid, CheckpointInvalid."""
-    directories = {
-        backend.model.name: Path(backend.model.directory) for backend in router.backends()
-    }
-    formats = settings.models.tool_call_formats
-    if unknown := sorted(formats.keys() - directories.keys()):
-        raise SettingInvalid(
-            f"WEIR_TOOL_CALL_FORMATS: no model is named {', '.join(unknown)}; known are"
-            f" {', '.join(directories)}"
-        )
-    tokenizers = {
-        name: Tokenizer(directory, formats.get(name)) for name, directory in directories.items()
-    }
-    for backend in router.backends():
-        tokenizer = tokenizers[backend.model.name]
-        tokenizer.check_fits(backend.model.vocabulary_size)
-        if faults := tokenizer.template_faults():
-            log.warning("chat_template_refuses", model=backend.model.name, conversations=faults)
-    return tokenizers
 
 
 def open_signer(settings: Settings) -> Signer | None:

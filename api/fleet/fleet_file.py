@@ -8,13 +8,21 @@ explains the keys.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import yaml
-from weir_cli.yaml_files import Keys, NotYaml, StrictReader, Value, compose, similar_name
+from weir_cli.yaml_files import (
+    FileError,
+    Keys,
+    NotYaml,
+    StrictReader,
+    Value,
+    compose,
+    similar_name,
+)
 from yaml.constructor import SafeConstructor
 
 from api.core.settings import Settings
@@ -170,7 +178,7 @@ def read_fleet(path: Path) -> Fleet:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingInvalid(f"WEIR_FLEET={str(path)!r}: cannot be read: {error}") from error
-    return parse_fleet(content, path)
+    return parse_fleet(content, path.absolute())
 
 
 def parse_fleet(content: str, path: Path) -> Fleet:
@@ -179,27 +187,47 @@ def parse_fleet(content: str, path: Path) -> Fleet:
     Raises: SettingInvalid.
     """
     try:
-        root = compose(content)
-    except NotYaml as broken:
-        raise SettingInvalid(f"WEIR_FLEET={str(path)!r}: line {broken.line}: {broken}") from broken
-    reader = FleetReader(path.parent)
-    fleet = reader.fleet(root)
-    if reader.errors:
+        return parse_document(content, path.parent, reads_files=True)
+    except FleetInvalid as invalid:
         errors = "\n  ".join(
             f"line {each.line}: {each.location or 'the file'}: {each.message}"
-            for each in sorted(reader.errors)
+            for each in invalid.errors
         )
-        raise SettingInvalid(f"WEIR_FLEET={str(path)!r}:\n  {errors}")
+        raise SettingInvalid(f"WEIR_FLEET={str(path)!r}:\n  {errors}") from invalid
+
+
+class FleetInvalid(ValueError):
+    """A fleet document has errors, sorted by line."""
+
+    def __init__(self, errors: Sequence[FileError]) -> None:
+        super().__init__("; ".join(each.message for each in errors))
+        self.errors = errors
+
+
+def parse_document(content: str, base: Path | None, *, reads_files: bool = False) -> Fleet:
+    """Parse a fleet document. Relative paths start at `base`; without it they are errors.
+
+    With `reads_files`, `engine_config` may name a file, which is read here. Raises: FleetInvalid.
+    """
+    try:
+        root = compose(content)
+    except NotYaml as broken:
+        raise FleetInvalid([FileError(broken.line, "", str(broken))]) from broken
+    reader = FleetReader(base, reads_files=reads_files)
+    fleet = reader.fleet(root)
+    if reader.errors:
+        raise FleetInvalid(sorted(reader.errors))
     return fleet
 
 
 class FleetReader(StrictReader):
     """Converts the YAML nodes of a fleet file to its classes, and collects all errors."""
 
-    def __init__(self, base: Path) -> None:
-        """Relative directories in the file start at `base`."""
+    def __init__(self, base: Path | None, *, reads_files: bool = True) -> None:
+        """For the arguments see `parse_document`."""
         super().__init__()
         self._base = base
+        self._reads_files = reads_files
         self._regions: frozenset[str] = frozenset()
 
     def named(
@@ -237,6 +265,16 @@ class FleetReader(StrictReader):
     ) -> Value:
         """Parse the scalar of a key. Returns the default if it is missing or invalid."""
         return self.value(keys.get(name), f"{location}.{name}", parse, default)
+
+    def path_of(self, keys: Keys, location: str, name: str) -> Path | None:
+        """Parse the path of a file or directory; None if it is missing."""
+        found = self.value_of(keys, location, name, text, "")
+        if not found:
+            return None
+        if self._base is None and not Path(found).is_absolute():
+            message = "must be absolute: it is a path on the machines of the servers"
+            self.wrong(keys[name], f"{location}.{name}", message)
+        return (self._base or Path("/")) / found
 
     def refuse(self, keys: Keys, location: str, names: Iterable[str], message: str) -> None:
         """Report an error for each of these keys that the file has."""
@@ -329,12 +367,8 @@ class FleetReader(StrictReader):
         get = keys.get
         kinds = get_args(EngineKind)
         engine = cast(EngineKind, self.value_of(keys, location, "engine", one_of(*kinds), "torch"))
-        if "directory" not in keys:
-            self.wrong(
-                node,
-                f"{location}.directory",
-                "is missing: name that of the checkpoint, or of a remote model's tokenizer",
-            )
+        if "directory" not in keys and engine not in REMOTE:
+            self.wrong(node, f"{location}.directory", "is missing: name that of the checkpoint")
         count_min, count_max = self.replicas(get("replicas"), f"{location}.replicas")
         targets = self.targets(get("targets"), f"{location}.targets")
         if engine in REMOTE:
@@ -369,7 +403,7 @@ class FleetReader(StrictReader):
         return FleetVersion(
             version=version,
             engine=engine,
-            directory=self._base / self.value_of(keys, location, "directory", text, ""),
+            directory=self.path_of(keys, location, "directory"),
             weight=self.value_of(keys, location, "weight", number(0, WEIGHT_MAX), 1.0),
             region=self.region(get("region"), f"{location}.region"),
             replica_count_min=count_min,
@@ -389,7 +423,11 @@ class FleetReader(StrictReader):
         if node is None:
             return {}
         root: yaml.Node | None = node
+        if isinstance(node, yaml.ScalarNode) and not self._reads_files:
+            self.wrong(node, location, "write its entries here: only a server's own file names one")
+            return {}
         if isinstance(node, yaml.ScalarNode):
+            assert self._base is not None, "files are read for a file, which has a folder"
             path = self._base / node.value
             try:
                 root = compose(path.read_text(encoding="utf-8"))
@@ -438,11 +476,10 @@ class FleetReader(StrictReader):
                 self.wrong(each, f"{at}.address", f"is missing: {TARGET_FORM}")
             address = self.value_of(keys, at, "address", target, "")
             region = self.region(keys.get("region"), f"{at}.region")
-            file = self.value_of(keys, at, "key_file", text, "")
+            path = self.path_of(keys, at, "key_file")
             header = self.value_of(keys, at, "key_header", key_header, "")
-            if header and not file:
+            if header and path is None:
                 self.wrong(each, f"{at}.key_header", "needs a key_file")
-            path = self._base / file if file else None
             found.append(FleetTarget(address, region, path, header))
         if len({each.address for each in found}) < len(found):
             self.wrong(node, location, "must name each address once")

@@ -149,6 +149,16 @@ class ManagedBackend(Generic[Served]):
         """Implement `Resident.is_leaving`; also true after an idle timeout or a failed start."""
         return self._is_stopping
 
+    def change_terms(self, *, idle_timeout_s: float, is_pinned: bool) -> None:
+        """Change when the engine stops. One that is pinned from now on starts by itself."""
+        if (idle_timeout_s, is_pinned) == (self._terms.idle_timeout_s, self.needs.is_pinned):
+            return
+        self.needs = replace(self.needs, is_pinned=is_pinned)
+        self._terms = replace(self._terms, idle_timeout_s=idle_timeout_s, needs=self.needs)
+        if not (self._user_count or is_pinned):
+            self._rest()
+        self._notify()
+
     def fits_now(self) -> bool:
         """Return whether the engine could be started without evicting another one."""
         return self._budget.fits_now(self)
