@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from grpc import StatusCode
 
 from api.core.settings import bundled_models
 from tests.calls import Calls, calls
+from tests.conftest import new_database
 from tests.e2e.conftest import Serve
-from tests.service import MODEL, Service, price_model, wait_for
+from tests.service import MODEL, Service, log_events, price_model, running, wait_for
 
 FLEET = """
 models:
@@ -197,3 +199,77 @@ async def test_a_dry_run_returns_the_changes_and_makes_none(pair: Pair, admin: C
     assert answer.version.number == before.number
     assert own.changes, "the file is the first version, which is not in force any more"
     assert (await stored(admin)).version == before
+
+
+async def test_a_process_that_cannot_serve_a_version_keeps_the_last_one_and_says_so(
+    postgres_server: str, template_database: str, tmp_path: Path, model: Path
+) -> None:
+    """A killed process serves the newest version when it is back, and says its file differs."""
+    file = tmp_path / "fleet.yaml"
+    regions = "regions: {eu: [], us: []}\n"
+    file.write_text(regions + FLEET.format(model=MODEL, directory=model))
+    with new_database(postgres_server, template=template_database) as url:
+        usual = {"models": bundled_models(), "fleet": str(file)}
+        first = Service(tmp_path / "first", url, model, **usual)
+        second = Service(tmp_path / "second", url, model, region="us", **usual)
+        with running(first), running(second):
+            tenant = await first.tenant(scopes=("inference", "admin"))
+            async with calls(first, tenant.secret) as admin:
+                document = (await stored(admin)).version.document
+                without_us = document.replace("  us: []\n", "")
+                answer = await admin("ApplyFleet", document=without_us)
+                late = await fault_of(admin, second)
+                async with second.stream(tenant.secret) as stream:
+                    await stream.finished(await stream.begin())
+                again = await applied(admin, document + f"aliases: {{more: {MODEL}}}\n")
+                second.kill()
+                moved = f"aliases: {{last: {MODEL}}}\n"
+                newest = await admin("ApplyFleet", document=document + moved)
+            second.start()
+            async with second.stream(tenant.secret) as stream:
+                await stream.finished(await stream.begin(model="last"))
+            warnings = log_events(second.log, "fleet_file_not_used")
+
+    assert not answer.violations, "the process that answered has no region"
+    assert late.number == 1
+    assert "WEIR_REGION='us'" in late.fault
+    assert newest.version.number == again.version.number + 1 == 4
+    [warning] = warnings[-1:]
+    assert "weir fleet apply" in warning["remedy"]
+
+
+async def fault_of(admin: Calls, service: Service) -> Any:
+    """Wait until a process reports a fault; return what it reports."""
+    async with asyncio.timeout(20):
+        while True:
+            for each in (await admin("GetFleet")).processes:
+                if each.process_name.endswith(f":{service.pid}") and each.fault:
+                    return each
+            await asyncio.sleep(0.05)
+
+
+async def test_a_replacement_that_does_not_load_leaves_the_old_engine_serving(
+    postgres_server: str, template_database: str, tmp_path: Path, model: Path
+) -> None:
+    broken = shutil.copytree(model, tmp_path / "broken")
+    weights = next(broken.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-100])
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f"models: {{{MODEL}: {{directory: {model}}}}}")
+    with new_database(postgres_server, template=template_database) as url:
+        service = Service(tmp_path / "home", url, model, models=bundled_models(), fleet=str(file))
+        with running(service):
+            tenant = await service.tenant(scopes=("inference", "admin"))
+            async with calls(service, tenant.secret) as admin:
+                await stored(admin)
+                answer = await admin(
+                    "ApplyFleet", document=f"models: {{{MODEL}: {{directory: {broken}}}}}"
+                )
+                late = await fault_of(admin, service)
+                async with service.stream(tenant.secret) as stream:
+                    await stream.finished(await stream.begin())
+                back = await applied(admin, f"models: {{{MODEL}: {{directory: {model}}}}}")
+
+    assert not answer.violations
+    assert late.number == 1
+    assert back.version.number == 3
