@@ -34,12 +34,12 @@ from api.core.rate_limiter import RateLimiter
 from api.core.settings import ListenSettings, Settings
 from api.core.statuses import link_to_docs
 from api.core.wire import use_signer
-from api.fleet.fleet import Serving, build_serving
 from api.fleet.launching import Launching
+from api.fleet.running_fleet import RunningFleet
 from api.generation.request import control
 from api.generation.request.admission import Admission, Capacity
 from api.generation.request.peers import Identity, Peer, PeerCertificates, make_identity
-from api.generation.request.registry import RequestRegistry, shared_queues
+from api.generation.request.registry import RequestRegistry
 from api.generation.request.relay import Relays
 from api.keda.external_scaler import ExternalScaler
 from api.metrics.operator_http import BacklogReader, MetricsListener, Parts, Probes, Scrapes
@@ -60,15 +60,13 @@ from api.rpc.open_streams import BoundedCalls
 from api.server import Servicers, build_keda_server, build_peer_server, build_server
 from common.incidents import IncidentTaskGroup, Retries, sole_cause
 from common.settings import SettingInvalid
-from inference.engine import Backend
-from inference.errors import CheckpointInvalid, EngineError
-from inference.routing.router import Router
+from inference.errors import CheckpointInvalid
 from inference.safety.classifiers import ClassifierProcess
 from inference.safety.safety import SafetyRulesInvalid
 from inference.safety.safety_file import Safety, read_safety
-from inference.text.tokenizer import Tokenizer
 from inference.workers.process import SpareWorkers
 from metering.control.control_channel import ControlChannel
+from metering.control.fleet_versions import read_newest
 from metering.control.live import model_load
 from metering.core.errors import DatabaseUnavailable, InvalidValue
 from metering.holds.holds import HoldStore
@@ -146,10 +144,10 @@ class Server:
         make_private(settings.home)
         check_locks(settings.journal_directory)
         self._spares.count = settings.replicas.spare_workers
-        serving = build_serving(settings, self._spares.open)
-        self.router = Router(serving.engines, serving.encoders, serving.catalog)
-        self.launching = self._open_launching(serving)
-        tokenizers = load_tokenizers(self.router, settings)
+        stored = await read_newest(settings.database.url)
+        self.fleet = RunningFleet(settings, self._spares.open, stored)
+        self.router, tokenizers = self.fleet.router, self.fleet.serving.tokenizers
+        self.launching = Launching(settings.database.url, self.process_id)
         self.signer = open_signer(settings)
         await self._recover()
         use_signer(self.signer)
@@ -168,15 +166,11 @@ class Server:
             self.observer,
             self.pace,
         )
-        self.exchange = QueueExchange(
-            shared_queues(self.router, self.registry.queues)
-            if settings.queue.order == "fair"
-            else {},
-            settings.database.url,
-            self.process_id,
-        )
+        self.exchange = QueueExchange(settings.database.url, self.process_id)
+        self.registry.queues_changed = self._share_queues
+        self._share_queues()
         self._bind(tls, identity)
-        self._serve_engines()
+        self.fleet.begin(self.tasks, self.registry, self.admin_sessions, self.launching)
         self.start_loops()
         if safety.classifiers is not None:
             self._keep_running("classifiers", safety.classifiers.serve)
@@ -254,12 +248,10 @@ class Server:
             end_users_max=database.end_users_max,
         )
 
-    def _open_launching(self, serving: Serving) -> Launching | None:
-        """Create the scaler's part of this process; None if no model has a launcher."""
-        if not serving.launched:
-            return None
-        url = self.settings.database.url
-        return Launching(url, self.process_id, serving.launched, serving.pools)
+    def _share_queues(self) -> None:
+        """Exchange reports of the queues before engines that other processes use too."""
+        if self.settings.queue.order == "fair":
+            self.exchange.become(self.registry.shared_queues())
 
     def _bind(self, tls: Tls | None, identity: Identity) -> None:
         """Build the services and bind the ports, without accepting connections."""
@@ -298,7 +290,7 @@ class Server:
             servicers.inference.open_streams,
             for_peers.open_streams,
             self.listener.connection_count,
-            None if self.launching is None else self.launching.counts,
+            self.launching.counts,
         )
         self.control = self._open_control(peer, accepted)
         self.control.on_weights = registry.set_weights
@@ -318,6 +310,7 @@ class Server:
             self.settings.database.url,
             self.signer,
             self.issuer,
+            fleet=self.fleet,
             in_thread=self.registry.in_thread,
             private_webhooks=self.settings.private_webhooks,
         )
@@ -363,25 +356,17 @@ class Server:
             report_replicas=lambda: control.report_replicas(registry),
             broadcaster=SharedFailures(self.authenticator.throttle, self.process_id),
         )
-        if self.launching is not None:
-            channel.launches_changed = self.launching.wake
+        channel.fleet = self.fleet
+        channel.launches_changed = self.launching.wake
         return channel
-
-    def _serve_engines(self) -> None:
-        """Run all engines as tasks, and load the models that do not start on demand."""
-        for engine in self.router.backends():
-            self.tasks.create_task(engine.serve(), name=f"engine {engine.model.name}")
-            if not engine.condition().starts_on_demand:
-                name = f"engine start {engine.model.name}"
-                self.tasks.create_task(start_engine(engine), name=name)
 
     def start_loops(self) -> None:
         """Start the background loops."""
         self.background.append(self.tasks.create_task(self.holds.run(), name="holds"))
         self._keep_running("control channel", self.control.run)
-        if self.launching is not None:
-            self._keep_running("launching", self.launching.run)
+        self._keep_running("launching", self.launching.run)
         self._keep_running("queue exchange", self.exchange.run)
+        self._keep_running("fleet changes", self.fleet.run)
         self._keep_running("usage notices", self.notices.run)
         self._keep_running("key uses", self.uses.run)
         self._keep_running("recovery", self.recover_regularly)
@@ -473,10 +458,8 @@ class Server:
         await self.peer_server.stop(grace=1.0)
         await self.holds.release_preauthorized()
         await self.server.stop(grace=1.0)
-        for engine in self.router.backends():
-            await engine.close()
-        if self.launching is not None:
-            await self.launching.close()
+        await self.fleet.close()
+        await self.launching.close()
         await self.listener.stop()
         await self.metrics.stop()
         for task in self.background:
@@ -490,14 +473,6 @@ async def start_classifiers(classifiers: ClassifierProcess) -> None:
     """
     if (failure := await classifiers.loaded()) is not None:
         raise SettingInvalid(f"WEIR_SAFETY_RULES: {failure}")
-
-
-async def start_engine(engine: Backend) -> None:
-    """Load a model before its first request. A failure is logged; requests then get the error."""
-    try:
-        await engine.start()
-    except EngineError as error:
-        log.error("engine_start_failed", model=engine.model.name, cause=str(error))
 
 
 async def warn_of_undurable_server(sessions: Sessions) -> None:
@@ -547,28 +522,6 @@ def build_safety(settings: Settings) -> Safety:
         return read_safety(Path(settings.models.safety_rules))
     except SafetyRulesInvalid as error:
         raise SettingInvalid(f"WEIR_SAFETY_RULES: {error}") from error
-
-
-def load_tokenizers(router: Router, settings: Settings) -> dict[str, Tokenizer]:
-    """Load the tokenizer of each model. Raises: SettingInvalid, CheckpointInvalid."""
-    directories = {
-        backend.model.name: Path(backend.model.directory) for backend in router.backends()
-    }
-    formats = settings.models.tool_call_formats
-    if unknown := sorted(formats.keys() - directories.keys()):
-        raise SettingInvalid(
-            f"WEIR_TOOL_CALL_FORMATS: no model is named {', '.join(unknown)}; known are"
-            f" {', '.join(directories)}"
-        )
-    tokenizers = {
-        name: Tokenizer(directory, formats.get(name)) for name, directory in directories.items()
-    }
-    for backend in router.backends():
-        tokenizer = tokenizers[backend.model.name]
-        tokenizer.check_fits(backend.model.vocabulary_size)
-        if faults := tokenizer.template_faults():
-            log.warning("chat_template_refuses", model=backend.model.name, conversations=faults)
-    return tokenizers
 
 
 def open_signer(settings: Settings) -> Signer | None:

@@ -36,6 +36,7 @@ SCALARS = {
 NAMES = {
     "AppliedPrice.Source": "PriceSource",
     "ApplyConfigurationResponse": "AppliedConfiguration",
+    "ApplyFleetResponse": "AppliedFleet",
     "CloseMonthResponse": "ClosedMonth",
     "ConfigurationChange.Action": "ChangeAction",
     "CreateApiKeyResponse": "CreatedApiKey",
@@ -44,6 +45,7 @@ NAMES = {
     "GetCreditBalanceResponse": "CreditBalance",
     "EraseEndUserResponse": "ErasedEndUser",
     "GetEndUserResponse": "EndUserLimits",
+    "GetFleetResponse": "ServedFleet",
     "GetForecastResponse": "UsageForecast",
     "GetMonthReportResponse": "MonthReport",
     "GetOwnUsageResponse": "UsageReport",
@@ -199,6 +201,9 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "DeleteAlertWebhook": "organization",
         "TestAlertWebhook": "organization",
         "EraseEndUser": "organization end_user",
+        "GetFleet": "number?",
+        "ApplyFleet": "document?",
+        "ListFleetVersions": "",
     },
     "BillingService": {
         "GetMonthReport": "organization month",

@@ -40,7 +40,6 @@ from api.core.endpoint import forget_endpoint, read_endpoint
 from api.core.settings import Settings
 from api.generation.delivery.output_buffer import OutputBuffer
 from api.generation.request.admission import Capacity
-from api.generation.request.registry import RequestRegistry
 from api.queue.fair_queue import QueueStatistics
 from common.processes import alive
 from inference.native import loader
@@ -844,10 +843,12 @@ class SharedServices:
 class Inside:
     """Service in this process, with access to its parts."""
 
-    def __init__(self, service: Service, process: RequestRegistry) -> None:
+    def __init__(self, service: Service, server: api_main.Server) -> None:
         self.service = service
-        self.process = process
-        [self.engine] = [each for each in process.router.backends() if isinstance(each, ReplicaSet)]
+        self.fleet = server.fleet
+        self.process = server.registry
+        backends = self.process.router.backends()
+        self.engine = next(each for each in backends if isinstance(each, ReplicaSet))
 
     @property
     def capacity(self) -> Capacity:
@@ -898,7 +899,7 @@ async def run_inside(service: Service, monkeypatch: pytest.MonkeyPatch) -> Async
         serving = tasks.create_task(server.run())
         await until(lambda: read_endpoint(service.home).address, "the server to listen")
         service.address = read_endpoint(service.home).address
-        inside = Inside(service, server.registry)
+        inside = Inside(service, server)
         await inside.engine.start()
         try:
             yield inside

@@ -35,6 +35,7 @@ BY_SERVICE: Mapping[str, Mapping[Scopes, tuple[str, ...]]] = {
             *("ListReplicas", "DrainReplica", "UndrainReplica"),
             *("SetAlertWebhook", "ListAlertWebhooks", "DeleteAlertWebhook", "TestAlertWebhook"),
             *("ApplyConfiguration", "ExportConfiguration"),
+            *("GetFleet", "ApplyFleet", "ListFleetVersions"),
             "EraseEndUser",
         ),
     },

@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as pb
 from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import alerts_pb2 as alert_pb
+from weir.v1 import fleet_pb2 as fleet_pb
 
 from api.access.auth import Authenticator
 from api.access.servicer import (
@@ -26,6 +27,7 @@ from api.access.servicer import (
     removed,
 )
 from api.admin.configuration_calls import ConfigurationCalls, InThread, at_once, json_text
+from api.admin.fleet_calls import FleetCalls, version_message
 from api.admin.live_calls import LiveCalls, ReplicaCalls
 from api.admin.price_calls import (
     PlanCalls,
@@ -46,9 +48,11 @@ from api.admin.tenant_calls import (
 from api.core import wire
 from api.core.interceptor import Context
 from api.core.messages import alert_message, webhook_message
+from api.fleet.running_fleet import RunningFleet
 from inference.routing.router import Router
 from metering.alerts import webhooks
 from metering.alerts.alerts import find_alert
+from metering.control import fleet_versions
 from metering.core import audit
 from metering.core.models import AuditEntry
 from metering.invoicing.invoice_document import Issuer
@@ -150,6 +154,9 @@ class AdminReads(AuthenticatedServicer):
     ListAlertWebhooks = listing(
         alert_pb.ListAlertWebhooksResponse, webhooks.list_webhooks, webhook_message
     )
+    ListFleetVersions = listing(
+        fleet_pb.ListFleetVersionsResponse, fleet_versions.list_versions, version_message
+    )
     ListAuditEntries = listing(pb.ListAuditEntriesResponse, audit_entries, audit_message)
 
 
@@ -163,6 +170,7 @@ class AdminServicer(
     WebhookCalls,
     LiveCalls,
     ReplicaCalls,
+    FleetCalls,
     AdminReads,
     pb_grpc.AdminServiceServicer,
 ):
@@ -177,19 +185,22 @@ class AdminServicer(
         signer: Signer | None,
         issuer: Issuer,
         *,
+        fleet: RunningFleet,
         in_thread: InThread = at_once,
         private_webhooks: bool = False,
     ) -> None:
         """`signer` signs the receipts of requests that `ExpireOverdueHolds` ends; with None, they
         get no receipt. `issuer` names the fonts with which billing profiles must be printable.
 
-        `in_thread` runs the parsing of a configuration, like `RequestRegistry.in_thread`.
-        `private_webhooks` permits webhooks in private networks and over plain HTTP.
+        `fleet` is that of this process. `in_thread` runs the parsing of a document, like
+        `RequestRegistry.in_thread`. `private_webhooks` permits webhooks in private networks and
+        over plain HTTP.
         """
         super().__init__(authenticator, sessions)
         self._router = router
         self._database_url = database_url
         self._signer = signer
         self._issuer = issuer
+        self._fleet = fleet
         self._in_thread = in_thread
         self._private_webhooks = private_webhooks

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -77,6 +77,13 @@ class Health:
         since = datetime.now(UTC) if before is None or changed else before.since
         self._parts[part] = Part(fault, since)
 
+    def keep(self, prefix: str, names: Collection[str]) -> None:
+        """Forget the parts with this prefix that are not named."""
+        kept = {prefix + name for name in names}
+        gone = [each for each in self._parts if each.startswith(prefix) and each not in kept]
+        for part in gone:
+            del self._parts[part]
+
     @property
     def parts(self) -> dict[str, bool]:
         """Return by name whether each part works."""
@@ -95,6 +102,10 @@ class Health:
 
     async def publish(self, serving: Mapping[str, bool]) -> None:
         """Notify the gRPC watchers of each name whose state has changed."""
+        gone = [each for each in self._last if each.startswith(ENGINE) and each not in self._parts]
+        for name in gone:  # clients that watch it learn that it left
+            del self._last[name]
+            await self.servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         for name, well in serving.items():
             if self._last.get(name) is not well:
                 self._last[name] = well
@@ -125,6 +136,7 @@ async def keep_health(
         health.report(JOURNAL, "" if journal.can_write() else "its file cannot be written")
         for engine in router.backends():
             health.report(f"{ENGINE}{engine.model.name}", engine_fault(engine))
+        health.keep(ENGINE, [engine.model.name for engine in router.backends()])
         parts = health.parts
         serving = services(parts, may_admit_without_store(holds, settings))
         for name in (name for name, well in parts.items() if previous.get(name, well) is not well):

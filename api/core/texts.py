@@ -20,6 +20,7 @@ CHARS_MAX: Mapping[str, int] = {
     "override_reason": 1000,
     "url": 2000,
     "page_token": 4000,
+    "base_directory": 4096,
     "end_user": 512,
     "prefix": 512,
     "labels": 512,
@@ -27,9 +28,10 @@ CHARS_MAX: Mapping[str, int] = {
     "group": GROUP_MAX_CHARS,
     "for_each": len("key:") + GROUP_MAX_CHARS,
 }
-# Text for a model, with any content. The message and its parser limit its size.
+# Text for a model, and documents, with any content. The message and its parser limit its size.
 FREE_TEXT = frozenset(
     {
+        "weir.v1.ApplyFleetRequest.document",
         "weir.v1.Conversation",
         "weir.v1.CountTokensRequest.text",
         "weir.v1.EmbedInput",

@@ -7,8 +7,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +28,7 @@ import structlog
 
 from api.core.settings import Settings, bundled_encoders, bundled_models
 from api.fleet.fleet_file import (
+    ENCODERS,
     WORD,
     EngineKind,
     Fleet,
@@ -28,7 +37,6 @@ from api.fleet.fleet_file import (
     FleetVersion,
     read_fleet,
 )
-from api.fleet.launch_plan import Pool
 from api.fleet.launcher_reader import FleetLauncher
 from api.fleet.launching import LaunchedVersion
 from common.gpus import GpusUnknown, read_gpus, visible_gpus
@@ -61,17 +69,17 @@ from inference.routing.memory import (
     GpuTooSmall,
     MemoryBudget,
     Needs,
-    Resident,
     is_stored_in_bfloat16,
     stored_bytes,
     torch_memory_bytes,
 )
 from inference.routing.on_demand import ManagedEncoder, ManagedEngine, ManagedTerms
-from inference.routing.placement import POLICIES, LeastLoaded
+from inference.routing.placement import POLICIES, LeastLoaded, PlacementPolicy
 from inference.routing.replica import BreakerLimits, Replica
 from inference.routing.replica_set import ReplicaSet
 from inference.routing.router import VERSION_MARK, Catalog, Share
 from inference.routing.scaling import ScaledReplicaSet, Scaler
+from inference.text.tokenizer import Tokenizer
 from inference.workers.process import Sharing, WorkerOpener, open_worker
 from inference.workers.reservations import Reservations
 from inference.workers.sharing import DirectoryUnusable, EngineDirectory
@@ -357,71 +365,229 @@ def fetched_directory(
     return directory
 
 
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """Backends of a process, by served name: `engines` generate, `encoders` embed.
+@dataclass(frozen=True, slots=True, eq=False)
+class PartTerms:
+    """Version of a model for this process: what its set of replicas follows.
 
-    `catalog` lists the names that clients can request. `launched` are the versions whose servers a
-    launcher starts, within `pools`.
+    `members` has its replicas by their place in the fleet: a target, or the number of a local one.
+    `launched` are those of its servers that a launcher starts; None if none does. `is_plain` is
+    True if the fleet comes from `WEIR_MODELS` and the like.
     """
 
-    engines: dict[str, Engine]
-    encoders: dict[str, Encoder]
+    served: str
+    model: FleetModel
+    version: FleetVersion
+    members: Mapping[Hashable, Replica | EncoderReplica]
+    idle_timeout_s: float
+    is_plain: bool
+    launched: LaunchedVersion | None = None
+
+    @property
+    def warm_count(self) -> int:
+        """Number of replicas that stay loaded; all remote ones stay connected."""
+        return len(self.members) if self.version.targets else self.version.replica_count_min
+
+    @property
+    def recovery_wait_s(self) -> float:
+        """Wait of a sequence for another replica: none if the model can have no other."""
+        return 0.0 if is_lone(self.version, is_plain=self.is_plain) else self.model.recovery_wait_s
+
+    @property
+    def policy(self) -> type[PlacementPolicy]:
+        """Policy that places its sequences; the cheapest suffices for one replica."""
+        return POLICIES[self.model.policy] if len(self.members) > 1 else LeastLoaded
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """Replicas of a model that generates."""
+        return [each for each in self.members.values() if isinstance(each, Replica)]
+
+    @property
+    def encoders(self) -> list[EncoderReplica]:
+        """Replicas of an embedding model."""
+        return [each for each in self.members.values() if isinstance(each, EncoderReplica)]
+
+    def managed(self) -> Iterator[tuple[ManagedEngine | ManagedEncoder, bool]]:
+        """Yield its engines that hold memory, each with whether it is to stay loaded."""
+        for index, member in enumerate(self.members.values()):
+            if isinstance(member.backend, ManagedEngine | ManagedEncoder):
+                yield member.backend, index < self.version.replica_count_min
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Set of replicas of one version, with the terms that it is to follow."""
+
+    terms: PartTerms
+    backend: ReplicaSet | EncoderSet
+
+    def adjust(self) -> None:
+        """Let the running set follow the terms: replicas, counts, timeouts, policy."""
+        terms, backend = self.terms, self.backend
+        for managed, is_pinned in terms.managed():
+            managed.change_terms(idle_timeout_s=terms.idle_timeout_s, is_pinned=is_pinned)
+        if isinstance(backend, EncoderSet):
+            backend.become(terms.encoders, terms.warm_count)
+            return
+        limits = breaker_limits(terms.version, is_plain=terms.is_plain)
+        for replica in terms.replicas:
+            replica.limit(limits)
+        if isinstance(backend, ScaledReplicaSet):
+            backend.scaler.min_count = terms.version.replica_count_min
+            backend.scaler.idle_timeout_s = terms.idle_timeout_s
+        backend.become(terms.replicas, terms.warm_count)
+        backend.place_by(terms.policy, terms.recovery_wait_s)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Serving:
+    """What a process serves: the parts of its fleet by served name.
+
+    `engines` generate, `encoders` embed, by served name. `catalog` lists the names that clients can
+    request, `tokenizers` has that of each served name. `budget` is what all engines may take.
+    """
+
+    fleet: Fleet
+    parts: Mapping[str, Part]
     catalog: Catalog
-    launched: tuple[LaunchedVersion, ...] = ()
-    pools: Mapping[str, Pool] = field(default_factory=dict)
+    tokenizers: Mapping[str, Tokenizer]
+    budget: BudgetTerms
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        return {
+            name: part.backend
+            for name, part in self.parts.items()
+            if isinstance(part.backend, ReplicaSet)
+        }
+
+    @property
+    def encoders(self) -> dict[str, Encoder]:
+        return {
+            name: part.backend
+            for name, part in self.parts.items()
+            if isinstance(part.backend, EncoderSet)
+        }
+
+    @property
+    def launched(self) -> list[LaunchedVersion]:
+        """Versions whose servers a launcher starts, within the pools of the fleet."""
+        found = [part.terms.launched for part in self.parts.values()]
+        return [each for each in found if each is not None]
+
+
+class BudgetTerms(NamedTuple):
+    """Memory and GPUs of this machine that a fleet may use."""
+
+    memory_bytes: int | None
+    gpus: tuple[str, ...]
+    gpu_memory: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedResident:
+    """Engine that is to hold memory. Implements `Resident`, to check a fleet before it runs."""
+
+    name: str
+    needs: Needs
+    is_leaving: bool = False
+
+    def idle_since_s(self) -> float | None:
+        """Implement `Resident.idle_since_s`."""
+        return None
+
+    def evict(self) -> None:
+        """Implement `Resident.evict`."""
 
 
 def build_serving(settings: Settings, opener: WorkerOpener = open_worker) -> Serving:
-    """Build the backends: one set of replicas for each version of a model.
+    """Build the backends of the fleet that the settings name.
 
     `opener` starts the worker processes. Raises: SettingInvalid; CheckpointInvalid naming the file.
     """
-    fleet = fleet_of_file(settings) if settings.models.fleet_file else fleet_of_models(settings)
-    gpus = fleet.gpus or visible_gpus() or named_gpus(fleet)
-    memory_bytes = fleet.memory_bytes or settings.replicas.memory_bytes or None
-    directory = engine_directory(settings)
-    budget = MemoryBudget(
-        memory_bytes,
-        gpus=gpus,
-        gpu_memory=memory_of_gpus(gpus),
-        reservations=Reservations(directory),
-    )
-    builder = ReplicaBuilder(settings, budget, directory, opener)
-    engines: dict[str, Engine] = {}
-    encoders: dict[str, Encoder] = {}
-    shares: dict[str, list[Share]] = {}
-    for model in fleet.models:
-        for version in model.versions:
-            mark = f"{VERSION_MARK}{version.version}" if version.version else ""
-            served = f"{model.name}{mark}"
-            if model.embeds:
-                encoders[served] = builder.build_encoders(version, served)
-            else:
-                engines[served] = builder.build_set(model, version, served)
-            share = Share(version.version, served, version.weight)
-            shares.setdefault(model.name, []).append(share)
-    add_adapters(settings, engines, shares, fleet.aliases)
-    try:  # warm replicas, with any other one beside them
-        builder.budget.check(builder.managed)
-    except GpusTooFew as error:
+    fleet, is_plain = fleet_of_settings(settings)
+    return FleetBuilder(settings, opener).build(fleet, is_plain=is_plain)
+
+
+def fleet_of_settings(settings: Settings) -> tuple[Fleet, bool]:
+    """Read the fleet of the settings, and whether it comes from `WEIR_MODELS` and the like.
+
+    Raises: SettingInvalid.
+    """
+    if settings.models.fleet_file:
+        return fleet_of_file(settings), False
+    return fleet_of_models(settings), True
+
+
+def is_lone(version: FleetVersion, *, is_plain: bool) -> bool:
+    """Return whether the model has one replica: its failures need no circuit breaker."""
+    return is_plain and max(len(version.targets), version.replica_count_max) == 1
+
+
+def breaker_limits(version: FleetVersion, *, is_plain: bool) -> BreakerLimits:
+    """Choose the limits of the circuit breakers of a version's replicas."""
+    if is_lone(version, is_plain=is_plain):
+        return BreakerLimits(failure_count_max=sys.maxsize)
+    return BreakerLimits()
+
+
+def runs_on(before: PartTerms, after: PartTerms) -> bool:
+    """Return whether replicas that were built for one version can serve another as they are."""
+
+    def engine(version: FleetVersion) -> tuple[Any, ...]:
+        return (
+            version.engine,
+            version.directory,
+            version.region,
+            version.memory_bytes,
+            version.engine_config,
+            version.gpus,
+            version.share_prefixes,
+            version.launcher,
+        )
+
+    return engine(before.version) == engine(after.version)
+
+
+def built_set(terms: PartTerms) -> ReplicaSet | EncoderSet:
+    """Build the set of a version from its replicas."""
+    if encoders := terms.encoders:
+        info = replace(encoders[0].encoder.model, name=terms.served)
+        return EncoderSet(info, encoders, warm_count=terms.warm_count)
+    replicas, policy, wait_s = terms.replicas, terms.policy(), terms.recovery_wait_s
+    info = replace(replicas[0].engine.model, name=terms.served)
+    if terms.version.targets:
+        return ReplicaSet(info, replicas, policy, recovery_wait_s=wait_s)
+    scaler = Scaler(terms.version.replica_count_min, terms.idle_timeout_s)
+    return ScaledReplicaSet(info, replicas, policy, scaler=scaler, recovery_wait_s=wait_s)
+
+
+def load_tokenizers(
+    parts: Iterable[Part], settings: Settings, running: Serving | None
+) -> dict[str, Tokenizer]:
+    """Load the tokenizer of each served name, unless `running` has it.
+
+    Raises: SettingInvalid, CheckpointInvalid.
+    """
+    backends = {part.terms.served: part.backend for part in parts}
+    formats = settings.models.tool_call_formats
+    if unknown := sorted(formats.keys() - backends.keys()):
         raise SettingInvalid(
-            f"gpus of WEIR_FLEET, or CUDA_VISIBLE_DEVICES: {error}; lower its replicas, or its"
-            " tensor_parallel_size"
-        ) from error
-    except GpuTooSmall as error:
-        raise SettingInvalid(
-            f"gpus of WEIR_FLEET, or CUDA_VISIBLE_DEVICES: {error}; raise its tensor_parallel_size,"
-            " or set its memory_bytes if its files hold more than it loads"
-        ) from error
-    except BudgetTooSmall as error:
-        setting = f"WEIR_ENGINE_MEMORY_BYTES={settings.replicas.memory_bytes}"
-        if settings.models.fleet_file:
-            setting = "memory_bytes of WEIR_FLEET, or WEIR_ENGINE_MEMORY_BYTES"
-        remedy = f"allow at least {error.needed_bytes:,}, or lower WEIR_KV_CACHE_BYTES"
-        raise SettingInvalid(f"{setting}: {error}; {remedy}") from error
-    catalog = Catalog(shares, fleet.aliases, fleet.regions, settings.models.region)
-    return Serving(engines, encoders, catalog, tuple(builder.launched), fleet.pools)
+            f"WEIR_TOOL_CALL_FORMATS: no model is named {', '.join(unknown)}; known are"
+            f" {', '.join(backends)}"
+        )
+    tokenizers = {}
+    for name, backend in backends.items():
+        before = None if running is None else running.parts.get(name)
+        if running is not None and before is not None and before.backend is backend:
+            tokenizers[name] = running.tokenizers[name]
+            continue
+        tokenizer = Tokenizer(Path(backend.model.directory), formats.get(name))
+        tokenizer.check_fits(backend.model.vocabulary_size)
+        if faults := tokenizer.template_faults():
+            log.warning("chat_template_refuses", model=name, conversations=faults)
+        tokenizers[name] = tokenizer
+    return tokenizers
 
 
 def add_adapters(
@@ -490,13 +656,18 @@ def fleet_of_file(settings: Settings) -> Fleet:
         excluded = "WEIR_MODELS, WEIR_ENCODERS, WEIR_REMOTE_TARGETS and WEIR_REMOTE_ENCODERS"
         raise SettingInvalid(f"WEIR_FLEET excludes {excluded}: name all models in the file")
     fleet = read_fleet(Path(settings.models.fleet_file))
+    check_region(settings, fleet)
+    return fleet
+
+
+def check_region(settings: Settings, fleet: Fleet) -> None:
+    """Check that the fleet has the region of this process. Raises: SettingInvalid."""
     region = settings.models.region
     if region and region not in fleet.regions:
         known = ", ".join(fleet.regions) or "none"
         raise SettingInvalid(
             f"WEIR_REGION={region!r}: must be a region of WEIR_FLEET; there are: {known}"
         )
-    return fleet
 
 
 def fleet_of_models(settings: Settings) -> Fleet:
@@ -562,7 +733,7 @@ def local_model(settings: Settings, name: str, engine: EngineKind, directory: Pa
     version = FleetVersion(
         "",
         engine,
-        directory,
+        directory.absolute(),
         replica_count_min=least,
         replica_count_max=settings.replicas.count_max,
     )
@@ -574,6 +745,8 @@ def remote_model(
 ) -> FleetModel:
     """Build a model that runs on one remote server."""
     target = FleetTarget(address, key_file=settings.remote.key_files.get(name))
+    if directory is not None:
+        directory = directory.absolute()
     return FleetModel(name, (FleetVersion("", engine, directory, targets=(target,)),))
 
 
@@ -595,93 +768,126 @@ def engine_directory(settings: Settings) -> EngineDirectory:
         ) from error
 
 
-class ReplicaBuilder:
-    """Builder of replicas. `managed` lists the on-demand engines, which share a memory budget."""
+class FleetBuilder:
+    """Builder of the parts of a fleet. Its engines share one `budget` of memory and GPUs."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        budget: MemoryBudget,
-        directory: EngineDirectory,
-        opener: WorkerOpener,
-    ) -> None:
-        self.budget = budget
-        self.managed: list[Resident] = []
-        self.launched: list[LaunchedVersion] = []
+    def __init__(self, settings: Settings, opener: WorkerOpener) -> None:
+        """`opener` starts worker processes. Raises: SettingInvalid."""
+        self._directory = engine_directory(settings)
+        self.budget = MemoryBudget(reservations=Reservations(self._directory))
         self._settings = settings
-        self._directory = directory
         self._opener = opener
 
-    def build_set(self, model: FleetModel, version: FleetVersion, served: str) -> ReplicaSet:
-        """Build the replicas of one version. Raises: CheckpointInvalid, SettingInvalid."""
-        if version.launcher is not None:
-            replicas = self._launched_replicas(version, version.launcher, served)
-        elif version.engine == "remote":
-            replicas = self._remote_replicas(version, served)
-        else:
-            replicas = self._local_replicas(version, served)
-        info = replace(replicas[0].engine.model, name=served)
-        count_min = version.replica_count_min
-        wait_s = 0.0 if self._is_lone(version) else model.recovery_wait_s
-        # The cheapest policy suffices for one replica.
-        policy = POLICIES[model.policy]() if len(replicas) > 1 else LeastLoaded()
-        if len(replicas) == 1 or count_min >= version.replica_count_max:
-            return ReplicaSet(info, replicas, policy, warm_count=count_min, recovery_wait_s=wait_s)
-        return ScaledReplicaSet(
-            info,
-            replicas,
-            policy,
-            scaler=Scaler(count_min, self._idle_timeout_s(version)),
-            recovery_wait_s=wait_s,
-        )
+    def build(
+        self, fleet: Fleet, running: Serving | None = None, *, is_plain: bool = False
+    ) -> Serving:
+        """Build what a fleet needs beside what `running` has of it. Starts and changes nothing.
 
-    def _is_lone(self, version: FleetVersion) -> bool:
-        """Return whether the model has one replica: its failures need no circuit breaker."""
-        return (
-            not self._settings.models.fleet_file
-            and max(len(version.targets), version.replica_count_max) == 1
-        )
-
-    def _breaker(self, version: FleetVersion) -> BreakerLimits | None:
-        return BreakerLimits(failure_count_max=sys.maxsize) if self._is_lone(version) else None
-
-    def build_encoders(self, version: FleetVersion, served: str) -> EncoderSet:
-        """Build the replicas of a version of an embedding model.
-
-        Raises: CheckpointInvalid, SettingInvalid.
+        Can run in a thread. Raises: CheckpointInvalid, SettingInvalid.
         """
-        replicas: list[EncoderReplica] = []
-        for target in version.targets:
-            options = remote_settings(self._settings, served, target, version.directory)
-            if options.target.service.is_http:
-                raise SettingInvalid(
-                    f"{target.address}: embedding models are not supported over HTTP, use"
-                    " vllm://host:port"
+        settings = self._settings
+        check_region(settings, fleet)
+        gpus = fleet.gpus or visible_gpus() or named_gpus(fleet)
+        budget = BudgetTerms(
+            fleet.memory_bytes or settings.replicas.memory_bytes or None,
+            gpus,
+            memory_of_gpus(gpus),
+        )
+        parts: dict[str, Part] = {}
+        shares: dict[str, list[Share]] = {}
+        for model in fleet.models:
+            for version in model.versions:
+                mark = f"{VERSION_MARK}{version.version}" if version.version else ""
+                served = f"{model.name}{mark}"
+                terms = PartTerms(
+                    served, model, version, {}, self._idle_timeout_s(version), is_plain
                 )
-            from inference.adapters.remote_encoder import RemoteEncoder
+                before = running.parts.get(served) if running is not None else None
+                parts[served] = self._part(terms, before)
+                share = Share(version.version, served, version.weight)
+                shares.setdefault(model.name, []).append(share)
+        catalog = Catalog(shares, fleet.aliases, fleet.regions, settings.models.region)
+        tokenizers = load_tokenizers(parts.values(), settings, running)
+        serving = Serving(fleet, parts, catalog, tokenizers, budget)
+        add_adapters(settings, serving.engines, shares, fleet.aliases)
+        self._check_budget(serving)
+        return serving
 
-            replicas.append(EncoderReplica(target.address, RemoteEncoder(options)))
-        for index in range(0 if version.targets else version.replica_count_max):
-            assert version.directory is not None, "only those of remote engines may be left out"
-            build, memory_bytes = encoder_plan(self._settings, served, version.directory)
-            needs = replace(
-                self._needs(version, index, memory_bytes),
-                replica=self._directory.private(f"{served}#{index}"),
+    def use(self, serving: Serving) -> None:
+        """Let the budget follow a fleet that is to run from now on."""
+        self.budget.resize(*serving.budget)
+        managed = [each for part in serving.parts.values() for each, _ in part.terms.managed()]
+        self.budget.check(managed)
+        self.budget.poll()
+
+    def _check_budget(self, serving: Serving) -> None:
+        """Check that each engine fits: warm replicas, with any other one beside them.
+
+        Raises: SettingInvalid.
+        """
+        settings = self._settings
+        planned = [
+            PlannedResident(managed.name, replace(managed.needs, is_pinned=is_pinned))
+            for part in serving.parts.values()
+            for managed, is_pinned in part.terms.managed()
+        ]
+        total_bytes, gpus, gpu_memory = serving.budget
+        try:
+            MemoryBudget(total_bytes, gpus=gpus, gpu_memory=gpu_memory).check(planned)
+        except GpusTooFew as error:
+            raise SettingInvalid(
+                f"gpus of WEIR_FLEET, or CUDA_VISIBLE_DEVICES: {error}; lower its replicas, or its"
+                " tensor_parallel_size"
+            ) from error
+        except GpuTooSmall as error:
+            raise SettingInvalid(
+                f"gpus of WEIR_FLEET, or CUDA_VISIBLE_DEVICES: {error}; raise its"
+                " tensor_parallel_size, or set its memory_bytes if its files hold more than it"
+                " loads"
+            ) from error
+        except BudgetTooSmall as error:
+            setting = f"WEIR_ENGINE_MEMORY_BYTES={settings.replicas.memory_bytes}"
+            if settings.models.fleet_file or serving.fleet.memory_bytes:
+                setting = "memory_bytes of WEIR_FLEET, or WEIR_ENGINE_MEMORY_BYTES"
+            remedy = f"allow at least {error.needed_bytes:,}, or lower WEIR_KV_CACHE_BYTES"
+            raise SettingInvalid(f"{setting}: {error}; {remedy}") from error
+
+    def _part(self, terms: PartTerms, before: Part | None) -> Part:
+        """Build the part of a version, with the replicas of `before` that it can keep."""
+        version, served = terms.version, terms.served
+        if before is not None and not runs_on(before.terms, terms):
+            before = None
+        if version.launcher is not None:
+            earlier = None if before is None else before.terms.launched
+            terms = replace(
+                terms, launched=self._launched(version, version.launcher, served, earlier)
             )
-            terms = ManagedTerms(self._idle_timeout_s(version), needs)
-            managed = ManagedEncoder(build, terms, self.budget)
-            self.managed.append(managed)
-            replicas.append(EncoderReplica(f"{served}#{index}", managed))
-        warm_count = len(replicas) if version.targets else version.replica_count_min
-        return EncoderSet(
-            replace(replicas[0].encoder.model, name=served), replicas, warm_count=warm_count
-        )
+        present = before.terms.members if before is not None else {}
+        terms = replace(terms, members=dict(self._members(terms, present)))
+        return Part(terms, before.backend if before is not None else built_set(terms))
 
-    def _needs(self, version: FleetVersion, index: int, memory_bytes: int) -> Needs:
-        """Build the needs of a replica without GPUs. `memory_bytes` is estimated from its files."""
-        return Needs(
-            version.memory_bytes or memory_bytes, is_pinned=index < version.replica_count_min
-        )
+    def _members(
+        self, terms: PartTerms, present: Mapping[Hashable, Replica | EncoderReplica]
+    ) -> Iterator[tuple[Hashable, Replica | EncoderReplica]]:
+        """Yield the replicas of a version by place: those that are present, and new ones."""
+        version, served = terms.version, terms.served
+        limits = breaker_limits(version, is_plain=terms.is_plain)
+        for target in version.targets:
+            yield target, present.get(target) or self._remote(version, served, target, limits)
+        if version.targets:
+            return
+        if terms.launched is not None:
+            region = version.region or self._settings.models.region
+            for place, engine in terms.launched.members:
+                name = f"{served}#{place.number}"
+                found = present.get(place.number) or Replica(name, engine, region, limits)
+                yield place.number, found
+            return
+        build = None
+        for number in range(version.replica_count_max):
+            if number not in present and build is None:
+                build = self._local(version, served, limits)
+            yield number, present[number] if build is None else build(number)
 
     def _idle_timeout_s(self, version: FleetVersion) -> float:
         return (
@@ -690,32 +896,14 @@ class ReplicaBuilder:
             else version.idle_timeout_s
         )
 
-    def _remote_replicas(self, version: FleetVersion, served: str) -> list[Replica]:
-        """Build one replica per server. All stay connected, since connections cost little."""
-        settings = self._settings
-        replicas = []
-        for target in version.targets:
-            options = remote_settings(settings, served, target, version.directory)
-            if version.share_prefixes:
-                options = replace(options, share_prefixes=True)
-            # Imported late: the package was checked above.
-            from inference.adapters.remote_engine import RemoteEngine
-
-            engine = RemoteEngine(options)
-            replicas.append(
-                Replica(
-                    target.address,
-                    engine,
-                    target.region or settings.models.region,
-                    self._breaker(version),
-                )
-            )
-        return replicas
-
-    def _launched_replicas(
-        self, version: FleetVersion, launcher: FleetLauncher, served: str
-    ) -> list[Replica]:
-        """Build replicas on servers that a launcher starts while an engine here wants them."""
+    def _launched(
+        self,
+        version: FleetVersion,
+        launcher: FleetLauncher,
+        served: str,
+        before: LaunchedVersion | None,
+    ) -> LaunchedVersion:
+        """Build the engines whose servers a launcher starts, beside those that `before` has."""
         settings = self._settings
         # The address is known once the server runs; only its kind matters now.
         unknown = str(Target(launcher.service, "launched:1"))
@@ -728,60 +916,91 @@ class ReplicaBuilder:
 
         found = LaunchedVersion(
             served,
-            launcher.build(settings.home),
+            launcher,
+            launcher.build(settings.home) if before is None else before.launcher,
             launcher.terms,
             is_local=launcher.is_local,
             ends_with_service=launcher.is_local and not launcher.keep_running,
         )
-        replicas = []
-        for number in range(version.replica_count_max):
+        if before is not None:
+            found.members += before.members[: version.replica_count_max]
+        for number in range(len(found.members), version.replica_count_max):
             place = Place(served, number)
-            is_pinned = number < version.replica_count_min
-            managed = ManagedEngine(
-                partial(LaunchedEngine, options, place),
-                ManagedTerms(self._idle_timeout_s(version), Needs(is_pinned=is_pinned)),
-            )
+            build = partial(LaunchedEngine, options, place)
+            managed = ManagedEngine(build, self._terms(version, number, Needs()))
             found.members.append((place, managed))
-            name, region = f"{served}#{number}", version.region or settings.models.region
-            replicas.append(Replica(name, managed, region, self._breaker(version)))
-        self.launched.append(found)
-        return replicas
+        return found
 
-    def _local_replicas(self, version: FleetVersion, served: str) -> list[Replica]:
-        """Build local replicas: the first `replica_count_min` stay warm, others start on demand."""
-        assert version.directory is not None, "only those of remote engines may be left out"
-        plan = engine_plan(
-            self._settings,
-            version.engine,
-            served,
-            version.directory,
-            self._opener,
-            version.engine_config,
+    def _terms(self, version: FleetVersion, index: int, needs: Needs) -> ManagedTerms:
+        """Build the terms of a local replica. `needs` are estimated from its files."""
+        return ManagedTerms(
+            self._idle_timeout_s(version),
+            replace(
+                needs,
+                memory_bytes=version.memory_bytes or needs.memory_bytes,
+                is_pinned=index < version.replica_count_min,
+            ),
         )
-        replicas = []
-        for index in range(version.replica_count_max):
+
+    def _remote(
+        self, version: FleetVersion, served: str, target: FleetTarget, limits: BreakerLimits
+    ) -> Replica | EncoderReplica:
+        """Build the replica of a server. It stays connected, since connections cost little."""
+        settings = self._settings
+        options = remote_settings(settings, served, target, version.directory)
+        # Imported late: the package was checked above.
+        if version.engine in ENCODERS:
+            if options.target.service.is_http:
+                raise SettingInvalid(
+                    f"{target.address}: embedding models are not supported over HTTP, use"
+                    " vllm://host:port"
+                )
+            from inference.adapters.remote_encoder import RemoteEncoder
+
+            return EncoderReplica(target.address, RemoteEncoder(options))
+        from inference.adapters.remote_engine import RemoteEngine
+
+        if version.share_prefixes:
+            options = replace(options, share_prefixes=True)
+        region = target.region or settings.models.region
+        return Replica(target.address, RemoteEngine(options), region, limits)
+
+    def _local(
+        self, version: FleetVersion, served: str, limits: BreakerLimits
+    ) -> Callable[[int], Replica | EncoderReplica]:
+        """Return a function that builds the replica of a number.
+
+        The first `replica_count_min` stay warm, others start on demand.
+        """
+        assert version.directory is not None, "only those of remote engines may be left out"
+        settings, directory = self._settings, version.directory
+        if version.engine in ENCODERS:
+            build_encoder, memory_bytes = encoder_plan(settings, served, directory)
+
+            def encoder(index: int) -> EncoderReplica:
+                name = f"{served}#{index}"
+                needs = Needs(memory_bytes, replica=self._directory.private(name))
+                terms = self._terms(version, index, needs)
+                managed = ManagedEncoder(build_encoder, terms, self.budget)
+                return EncoderReplica(name, managed)
+
+            return encoder
+        plan = engine_plan(
+            settings, version.engine, served, directory, self._opener, version.engine_config
+        )
+        needs = Needs(plan.memory_bytes, plan.gpu_count, gpus=version.gpus)
+
+        def engine(index: int) -> Replica:
             environment: dict[str, str] = {}  # of the replica's worker, set before each start
             shared = self._directory.replica(f"{served}#{index}", plan.settings)
-            needs = self._needs(version, index, plan.memory_bytes)
-            needs = replace(
-                needs,
-                gpu_count=plan.gpu_count,
-                gpu_memory_bytes=needs.memory_bytes // plan.shard_count if plan.shard_count else 0,
-                gpus=version.gpus,
-                replica=shared,
-            )
-            terms = ManagedTerms(
-                self._idle_timeout_s(version), needs, partial(assign_gpus, environment)
-            )
+            terms = self._terms(version, index, replace(needs, replica=shared))
+            if plan.shard_count:
+                gpu_bytes = terms.needs.memory_bytes // plan.shard_count
+                terms = replace(terms, needs=replace(terms.needs, gpu_memory_bytes=gpu_bytes))
+            terms = replace(terms, place=partial(assign_gpus, environment))
             build = partial(plan.build, environment, shared.opener)
             managed = ManagedEngine(build, terms, self.budget)
-            self.managed.append(managed)
-            replicas.append(
-                Replica(
-                    f"{served}#{index}",
-                    managed,
-                    version.region or self._settings.models.region,
-                    self._breaker(version),
-                )
-            )
-        return replicas
+            region = version.region or settings.models.region
+            return Replica(f"{served}#{index}", managed, region, limits)
+
+        return engine

@@ -8,13 +8,13 @@ explains the keys.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import yaml
-from weir_cli.yaml_files import Keys, NotYaml, compose, similar_name
+from weir_cli.yaml_files import FileError, Keys, NotYaml, compose, similar_name
 from yaml.constructor import SafeConstructor
 
 from api.core.settings import Settings
@@ -171,7 +171,7 @@ def read_fleet(path: Path) -> Fleet:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingInvalid(f"WEIR_FLEET={str(path)!r}: cannot be read: {error}") from error
-    return parse_fleet(content, path)
+    return parse_fleet(content, path.absolute())
 
 
 def parse_fleet(content: str, path: Path) -> Fleet:
@@ -180,27 +180,46 @@ def parse_fleet(content: str, path: Path) -> Fleet:
     Raises: SettingInvalid.
     """
     try:
-        root = compose(content)
-    except NotYaml as broken:
-        raise SettingInvalid(f"WEIR_FLEET={str(path)!r}: line {broken.line}: {broken}") from broken
-    reader = FleetReader(path.parent)
-    fleet = reader.fleet(root)
-    if reader.errors:
+        return parse_document(content, path.parent, reads_files=True)
+    except FleetInvalid as invalid:
         errors = "\n  ".join(
             f"line {each.line}: {each.location or 'the file'}: {each.message}"
-            for each in sorted(reader.errors)
+            for each in invalid.errors
         )
-        raise SettingInvalid(f"WEIR_FLEET={str(path)!r}:\n  {errors}")
+        raise SettingInvalid(f"WEIR_FLEET={str(path)!r}:\n  {errors}") from invalid
+
+
+class FleetInvalid(ValueError):
+    """A fleet document has errors, sorted by line."""
+
+    def __init__(self, errors: Sequence[FileError]) -> None:
+        super().__init__("; ".join(each.message for each in errors))
+        self.errors = errors
+
+
+def parse_document(content: str, base: Path | None, *, reads_files: bool = False) -> Fleet:
+    """Parse a fleet document. Relative paths start at `base`; without it they are errors.
+
+    With `reads_files`, `engine_config` may name a file, which is read here. Raises: FleetInvalid.
+    """
+    try:
+        root = compose(content)
+    except NotYaml as broken:
+        raise FleetInvalid([FileError(broken.line, "", str(broken))]) from broken
+    reader = FleetReader(base, reads_files=reads_files)
+    fleet = reader.fleet(root)
+    if reader.errors:
+        raise FleetInvalid(sorted(reader.errors))
     return fleet
 
 
 class FleetReader(ValueReader):
     """Converts the YAML nodes of a fleet file to its classes, and collects all errors."""
 
-    def __init__(self, base: Path) -> None:
-        """Relative directories in the file start at `base`."""
-        super().__init__()
-        self._base = base
+    def __init__(self, base: Path | None, *, reads_files: bool = True) -> None:
+        """For the arguments see `parse_document`."""
+        super().__init__(base)
+        self._reads_files = reads_files
         self._regions: frozenset[str] = frozenset()
         self._pools: dict[str, Pool] = {}
 
@@ -318,15 +337,11 @@ class FleetReader(ValueReader):
         get = keys.get
         kinds = get_args(EngineKind)
         engine = cast(EngineKind, self.value_of(keys, location, "engine", one_of(*kinds), "torch"))
-        if "directory" not in keys:
-            self.wrong(
-                node,
-                f"{location}.directory",
-                "is missing: name that of the checkpoint, or of a remote model's tokenizer",
-            )
+        if "directory" not in keys and engine not in REMOTE:
+            self.wrong(node, f"{location}.directory", "is missing: name that of the checkpoint")
         count_min, count_max = self.replicas(get("replicas"), f"{location}.replicas")
         targets = self.targets(get("targets"), f"{location}.targets")
-        launcher = self.launcher(get("launcher"), f"{location}.launcher", self._base, self._pools)
+        launcher = self.launcher(get("launcher"), f"{location}.launcher", self._pools)
         if launcher is not None and engine == "remote":
             reason = "is for servers that run anyway: leave it out, or leave out `launcher`"
             self.refuse(keys, location, ("targets",), reason)
@@ -367,7 +382,7 @@ class FleetReader(ValueReader):
         return FleetVersion(
             version=version,
             engine=engine,
-            directory=self._base / self.value_of(keys, location, "directory", word, ""),
+            directory=self.path_of(keys, location, "directory"),
             weight=self.value_of(keys, location, "weight", number(0, WEIGHT_MAX), 1.0),
             region=self.region(get("region"), f"{location}.region"),
             replica_count_min=count_min,
@@ -388,7 +403,11 @@ class FleetReader(ValueReader):
         if node is None:
             return {}
         root: yaml.Node | None = node
+        if isinstance(node, yaml.ScalarNode) and not self._reads_files:
+            self.wrong(node, location, "write its entries here: only a server's own file names one")
+            return {}
         if isinstance(node, yaml.ScalarNode):
+            assert self._base is not None, "files are read for a file, which has a folder"
             path = self._base / node.value
             try:
                 root = compose(path.read_text(encoding="utf-8"))
@@ -437,11 +456,10 @@ class FleetReader(ValueReader):
                 self.wrong(each, f"{at}.address", f"is missing: {TARGET_FORM}")
             address = self.value_of(keys, at, "address", target, "")
             region = self.region(keys.get("region"), f"{at}.region")
-            file = self.value_of(keys, at, "key_file", word, "")
+            path = self.path_of(keys, at, "key_file")
             header = self.value_of(keys, at, "key_header", key_header, "")
-            if header and not file:
+            if header and path is None:
                 self.wrong(each, f"{at}.key_header", "needs a key_file")
-            path = self._base / file if file else None
             found.append(FleetTarget(address, region, path, header))
         if len({each.address for each in found}) < len(found):
             self.wrong(node, location, "must name each address once")

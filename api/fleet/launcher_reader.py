@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, asdict, dataclass, fields
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +44,11 @@ OF_KIND: Mapping[str, tuple[str, ...]] = {
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")  # of Kubernetes objects and groups
 FIELD = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 COUNT_MAX = 1000
+KINDS: Mapping[type, str] = {
+    ProcessTerms: "process",
+    CommandTerms: "command",
+    KubernetesTerms: "kubernetes",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,25 @@ class FleetLauncher:
             return "{" in self.servers.address
         return "{number}" in self.servers.address or not self.servers.address
 
+    def values(self) -> dict[str, Any]:
+        """Convert to the keys of a fleet file, with absolute paths and without defaults."""
+        servers, terms = self.servers, self.terms
+        found: dict[str, Any] = {"kind": KINDS[type(servers)]}
+        for each in (*fields(servers), *fields(terms)):
+            source = servers if hasattr(servers, each.name) else terms
+            value = getattr(source, each.name)
+            if value != default_of(each):
+                found[each.name] = plain(value)
+        found.pop("can_sleep", None)
+        if found.get("address"):
+            found.pop("service", None)
+        if self.keep_running:
+            found["keep_running"] = True
+        for name in ("key_file", "key_header", "state_directory"):
+            if value := getattr(self, name):
+                found[name] = plain(value)
+        return found
+
     def build(self, home: Path) -> Launcher:
         """Build the launcher. Its files are in `home` unless it has a `state_directory`."""
         directory = self.state_directory or home / "launched"
@@ -87,6 +111,11 @@ class FleetLauncher:
 
 class ValueReader(StrictReader):
     """Reader of YAML nodes with defaults for missing or invalid values."""
+
+    def __init__(self, base: Path | None) -> None:
+        """Relative paths start at `base`; with None they are errors."""
+        super().__init__()
+        self._base = base
 
     def value(
         self, node: yaml.Node | None, location: str, parse: Callable[[str], Value], default: Value
@@ -108,6 +137,16 @@ class ValueReader(StrictReader):
         """Parse the scalar of a key. Returns the default if it is missing or invalid."""
         return self.value(keys.get(name), f"{location}.{name}", parse, default)
 
+    def path_of(self, keys: Keys, location: str, name: str) -> Path | None:
+        """Parse the path of a file or directory; None if it is missing."""
+        found = self.value_of(keys, location, name, word, "")
+        if not found:
+            return None
+        if self._base is None and not Path(found).is_absolute():
+            message = "must be absolute: it is a path on the machines of the servers"
+            self.wrong(keys[name], f"{location}.{name}", message)
+        return (self._base or Path("/")) / found
+
     def refuse(self, keys: Keys, location: str, names: Iterable[str], message: str) -> None:
         """Report an error for each of these keys that the file has."""
         for name in names:
@@ -115,9 +154,9 @@ class ValueReader(StrictReader):
                 self.wrong(keys[name], f"{location}.{name}", message)
 
     def launcher(
-        self, node: yaml.Node | None, location: str, base: Path, pools: Iterable[str]
+        self, node: yaml.Node | None, location: str, pools: Iterable[str]
     ) -> FleetLauncher | None:
-        """Parse a launcher. `base` is the folder of relative paths, `pools` are known names."""
+        """Parse a launcher. `pools` are known names."""
         if node is None:
             return None
         kind = "process"
@@ -126,11 +165,11 @@ class ValueReader(StrictReader):
             kind = self.value(named.get("kind"), f"{location}.kind", one_of(*OF_KIND), kind)
         keys = self.mapping(node, location, (*OF_ALL, *OF_KIND[kind]))
         self.require(node, location, keys, "kind")
-        file = self.value_of(keys, location, "key_file", word, "")
+        key_file = self.path_of(keys, location, "key_file")
         header = self.value_of(keys, location, "key_header", key_header, "")
-        if header and not file:
+        if header and key_file is None:
             self.wrong(node, f"{location}.key_header", "needs a key_file")
-        state = self.value_of(keys, location, "state_directory", word, "")
+        state_directory = self.path_of(keys, location, "state_directory")
         service: Service
         servers: ProcessTerms | CommandTerms | KubernetesTerms
         can_sleep = False
@@ -140,15 +179,15 @@ class ValueReader(StrictReader):
             case "command":
                 service, servers, can_sleep = self._command(node, keys, location)
             case _:
-                service, servers = self._kubernetes(node, keys, location, base)
+                service, servers = self._kubernetes(node, keys, location)
         return FleetLauncher(
             service,
             servers,
             self._terms(node, keys, location, pools, can_sleep=can_sleep),
             self.value_of(keys, location, "keep_running", truth, False),
-            base / file if file else None,
+            key_file,
             header,
-            base / state if state else None,
+            state_directory,
         )
 
     def _terms(
@@ -229,7 +268,7 @@ class ValueReader(StrictReader):
         return service, terms, bool(terms.sleep)
 
     def _kubernetes(
-        self, node: yaml.Node, keys: Keys, location: str, base: Path
+        self, node: yaml.Node, keys: Keys, location: str
     ) -> tuple[Service, KubernetesTerms]:
         self.require(node, location, keys, *OBJECT[1:], "address")
         allowed = kubernetes.PLACEHOLDERS
@@ -238,7 +277,6 @@ class ValueReader(StrictReader):
             reason = "is for an address of all pods: leave it out, or {number} in the address"
             self.wrong(keys["count"], f"{location}.count", reason)
         named = {name: self.value_of(keys, location, name, matching(NAME), "") for name in OBJECT}
-        file = self.value_of(keys, location, "kubeconfig", word, "")
         terms = KubernetesTerms(
             named["group"],
             named["version"],
@@ -248,7 +286,7 @@ class ValueReader(StrictReader):
             address,
             count=self.value_of(keys, location, "count", whole(1, COUNT_MAX), 1),
             field=self.value_of(keys, location, "field", matching(FIELD), ""),
-            kubeconfig=base / file if file else None,
+            kubeconfig=self.path_of(keys, location, "kubeconfig"),
             start_timeout_s=self._timeout_s(keys, location, "start_timeout_s", 600.0),
             stop_timeout_s=self._timeout_s(keys, location, "stop_timeout_s", 60.0),
         )
@@ -290,6 +328,24 @@ class ValueReader(StrictReader):
 
     def _timeout_s(self, keys: Keys, location: str, name: str, default: float) -> float:
         return self.value_of(keys, location, name, positive(TIMEOUT_S_MAX), default)
+
+
+def default_of(each: Field[Any]) -> Any:
+    """Return the default of a field of a dataclass; MISSING if it has none."""
+    return each.default if each.default_factory is MISSING else each.default_factory()
+
+
+def plain(value: Any) -> Any:
+    """Convert a value to one that YAML can hold."""
+    if isinstance(value, Decimal):
+        return str(value)
+    if isinstance(value, Path):
+        return str(value.absolute())
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, SleepTerms):
+        return asdict(value)
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def matching(pattern: re.Pattern[str]) -> Callable[[str], str]:

@@ -19,6 +19,7 @@ from typing import Any
 import structlog
 
 from api.fleet.launch_plan import LaunchTerms, Pool, merged, moved, plan
+from api.fleet.launcher_reader import FleetLauncher
 from common.backoff import Backoff, backoff_s
 from common.incidents import IncidentTaskGroup, Retries
 from inference.adapters.launched_place import Place, Standing
@@ -70,11 +71,13 @@ class LaunchCounts:
 class LaunchedVersion:
     """Version whose servers a launcher starts. `members` are its engines, by number.
 
-    If `is_local`, its servers run on the machine of the scaler, for processes of that machine. With
-    `ends_with_service`, the last api process that ends stops its servers.
+    `source` is what the fleet says of the launcher. If `is_local`, its servers run on the machine
+    of the scaler, for processes of that machine. With `ends_with_service`, the last api process
+    that ends stops its servers.
     """
 
     served: str
+    source: FleetLauncher
     launcher: Launcher
     terms: LaunchTerms
     is_local: bool = False
@@ -89,14 +92,15 @@ class Launching:
         self,
         database_url: str,
         process_id: uuid.UUID,
-        versions: Sequence[LaunchedVersion],
-        pools: Mapping[str, Pool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Launch nothing before `become`."""
         self._database_url = database_url
         self._process_id = process_id
-        self._versions = {version.served: version for version in versions}
-        self._pools = pools
+        self._versions: dict[str, LaunchedVersion] = {}
+        # What versions of the last fleet become, once none of their servers is left; None: nothing.
+        self._successors: dict[str, LaunchedVersion | None] = {}
+        self._pools: Mapping[str, Pool] = {}
         self._clock = clock
         self._woken = asyncio.Event()
         self._closing = asyncio.Event()
@@ -108,12 +112,39 @@ class Launching:
         self._outcomes: deque[tuple[Key, Move | None]] = deque()
         self._checked_at_s: dict[Key, float] = {}
         self._retries = Retries("launching", passing=LOST)
-        self.counts = LaunchCounts(seconds=dict.fromkeys(self._versions, 0.0))
-        for version in versions:
+        self.counts = LaunchCounts()
+
+    def become(self, versions: Sequence[LaunchedVersion], pools: Mapping[str, Pool]) -> None:
+        """Launch servers for these versions from now on.
+
+        A version that is gone, or has another launcher, keeps its launcher until its servers have
+        ended. A successor of the same name starts no server before.
+        """
+        self._pools = pools
+        named = {version.served: version for version in versions}
+        self._successors = dict.fromkeys(self._versions.keys() - named.keys())
+        for served, version in named.items():
+            present = self._versions.get(served)
+            if present is None or present.source == version.source:
+                self._versions[served] = version
+            else:
+                self._successors[served] = version
+            self.counts.seconds.setdefault(served, 0.0)
             for outcome in (STARTED, FAILED):
-                self.counts.starts[version.served, outcome] = 0
+                self.counts.starts.setdefault((served, outcome), 0)
             for place, _ in version.members:
                 place.demand_changed = self.wake
+        self.wake()
+
+    def _succeed(self, rows: Sequence[LaunchedRow]) -> None:
+        """Replace the versions that are gone and have no server left."""
+        busy = {row.served for row in rows if has_server(row)}
+        for served in self._successors.keys() - busy:
+            successor = self._successors.pop(served)
+            del self._versions[served]
+            if successor is not None:
+                self._versions[served] = successor
+            self.wake()
 
     def wake(self) -> None:
         """Look at demands and rows again, soon."""
@@ -136,6 +167,12 @@ class Launching:
         """Write, follow and scale until closed; reconnect with backoff."""
         backoff = Backoff(RECONNECT_S_MIN, RECONNECT_S_MAX)
         while not self._closed.is_set():
+            if not self._versions:
+                await self._woken.wait()
+                self._woken.clear()
+                if self._closing.is_set() and not self._versions:
+                    self._closed.set()
+                continue
             try:
                 with patience(ANSWER_TIMEOUT_S):
                     connection = await LaunchConnection.connect(
@@ -158,7 +195,7 @@ class Launching:
         self._written = None
         try:
             async with IncidentTaskGroup() as tasks:
-                while not self._closing.is_set():
+                while self._versions and not self._closing.is_set():
                     await self._tick(connection, tasks)
                     await asyncio.sleep(TICK_S_MIN)
                     try:
@@ -169,7 +206,8 @@ class Launching:
                 for task in self._acting.values():
                     task.cancel()
             await self._leave(connection)
-            self._closed.set()
+            if self._closing.is_set():
+                self._closed.set()
         finally:
             self._acting.clear()
             self._outcomes.clear()
@@ -182,7 +220,9 @@ class Launching:
                 log.info("launch_scaler_elected")
             self.counts.is_scaler = True
             has_changed |= await self._scale(connection, tasks)
-        self._follow(await connection.rows(), connection.host)
+        rows = await connection.rows()
+        self._follow(rows, connection.host)
+        self._succeed(rows)
         if has_changed:
             await connection.notify()
 

@@ -255,6 +255,13 @@ class RequestCounts:
         for call in WATCHED_CALLS:
             self.failed_calls[call, INCIDENT] = 0
 
+    def know(self, models: Iterable[str]) -> None:
+        """Count requests for these models by name from now on, and still for those known before."""
+        added = frozenset(models) - self._models
+        self._models |= added
+        for model in added:
+            self.ends[model, ServiceTier.INTERACTIVE, INCIDENT.lower()] = 0
+
     def copy(self) -> RequestCounts:
         """Take a snapshot, for readers that are too slow for the event loop."""
         made = RequestCounts(self._models)
@@ -405,6 +412,10 @@ class Observer:
         self.spans = spans
         self.batches = HoldBatches()
         self.loop_lag = LoopLag()
+
+    def know(self, models: Iterable[str]) -> None:
+        """Count requests for these models too."""
+        self.counts.know(models)
 
     def ended(self, ending: Ending) -> None:
         """Record a request that has ended, or was refused after parsing."""

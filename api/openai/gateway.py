@@ -144,9 +144,7 @@ class Gateway:
         self._bytes_max = messages.bytes_max
         self._started_at = int(time.time())
         build_parsers()
-        self._texts = {
-            name: TokenTexts(tokenizer) for name, tokenizer in registry.tokenizers.items()
-        }
+        self._texts: dict[str, TokenTexts] = {}  # by served name
         self._handlers: dict[str, tuple[str, Handler, str]] = {
             "/v1/chat/completions": ("POST", partial(self._generate, CHAT), GENERATE),
             "/v1/completions": ("POST", partial(self._generate, COMPLETIONS), GENERATE),
@@ -473,7 +471,15 @@ class Gateway:
                         "is not supported: this model's engine reports no token ids; leave it out",
                     )
         mark = f"{model.fingerprint}_{route.adapter}" if route.adapter else model.fingerprint
-        return ServedModel(self._texts[route.served], mark, model.default_sampling)
+        return ServedModel(self._texts_of(route.served), mark, model.default_sampling)
+
+    def _texts_of(self, served: str) -> TokenTexts:
+        """Return the texts of a model's tokens, whose tokenizer changes with the fleet."""
+        tokenizers, texts = self._registry.tokenizers, self._texts.get(served)
+        if texts is None or texts.tokenizer is not tokenizers[served]:
+            self._texts = {name: each for name, each in self._texts.items() if name in tokenizers}
+            texts = self._texts[served] = TokenTexts(tokenizers[served])
+        return texts
 
     async def _read(
         self,

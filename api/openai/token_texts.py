@@ -42,7 +42,7 @@ class TokenTexts:
     """Converts the tokens of one model to the formats of the APIs."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._text_and_bytes = lru_cache(CACHED_TOKENS_MAX)(self._find_text_and_bytes)
 
     def entry(self, token: TokenLogprob, *, by_id: bool = False) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class TokenTexts:
         }
 
     def _find_text_and_bytes(self, token_id: int) -> tuple[str, tuple[int, ...]]:
-        data = self._tokenizer.token_bytes(token_id)
+        data = self.tokenizer.token_bytes(token_id)
         return data.decode(errors="replace"), tuple(data)
 
     def content(
@@ -98,11 +98,11 @@ class TokenTexts:
 
         Of several occurrences, `is_last` chooses the last, otherwise the first.
         """
-        sought, decoder = text.encode(), self._tokenizer.decoder
+        sought, decoder = text.encode(), self.tokenizer.decoder
         parts = [
             b""  # control tokens, such as end tokens
             if decoder.token_text(each.chosen.token_id, True) == ""
-            else self._tokenizer.token_bytes(each.chosen.token_id)
+            else self.tokenizer.token_bytes(each.chosen.token_id)
             for each in logprobs
         ]
         joined = b"".join(parts)
@@ -112,13 +112,13 @@ class TokenTexts:
 
     def prompt_text(self, start: pb.StartFrame) -> str:
         """Return a plain prompt as text: as it was sent, or decoded from its token ids."""
-        return start.text or self._tokenizer.decoder.text_of(tuple(start.token_ids.ids))
+        return start.text or self.tokenizer.decoder.text_of(tuple(start.token_ids.ids))
 
     def spans_after(self, start: pb.StartFrame) -> TokenSpans:
         """Create the tracker of token offsets for the output of a plain prompt."""
         tail = start.text[-CONTEXT_CHARS:]
-        ids = start.token_ids.ids or self._tokenizer.encode(tail, add_special_tokens=False)
-        return self._tokenizer.decoder.spans(tuple(ids))
+        ids = start.token_ids.ids or self.tokenizer.encode(tail, add_special_tokens=False)
+        return self.tokenizer.decoder.spans(tuple(ids))
 
     def columns(
         self, logprobs: Sequence[TokenLogprobs], spans: TokenSpans, *, is_whole: bool
@@ -133,11 +133,11 @@ class TokenTexts:
         prompt: str,
     ) -> Columns:
         """Convert the tokens of a prompt, whose text is `prompt`, and of its output to columns."""
-        decoder = self._tokenizer.decoder
+        decoder = self.tokenizer.decoder
         ids = tuple(each.chosen.token_id for each in prompt_logprobs)
         placed = _placed(prompt_logprobs, decoder.spans(), is_whole=True)
         if decoder.text_of(ids) != prompt:
-            controls = map(self._tokenizer.backend.id_to_token, ids)
+            controls = map(self.tokenizer.backend.id_to_token, ids)
             texts = [span.text for span in placed]
             bounds = [0, *aligned(prompt, texts, [*controls])[1:], len(prompt)]
             placed = [
@@ -184,11 +184,11 @@ class TokenTexts:
 
     def _name(self, token_id: int, span: TokenSpan) -> str:
         """Return the name of an alternative token at this place."""
-        text = self._tokenizer.decoder.token_text(token_id, span.follows)
+        text = self.tokenizer.decoder.token_text(token_id, span.follows)
         if text is None:  # a part of a character, as OpenAI spells it
-            data = self._tokenizer.token_bytes(token_id)
+            data = self.tokenizer.token_bytes(token_id)
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-        return text or self._tokenizer.backend.id_to_token(token_id) or f"token_id:{token_id}"
+        return text or self.tokenizer.backend.id_to_token(token_id) or f"token_id:{token_id}"
 
 
 def named_by_id(token: TokenLogprob) -> str:

@@ -44,14 +44,25 @@ class Exchange:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`queues` are those before shared engines, by pool. `clock` is that of the queues."""
-        self.queues = queues
-        for queue in queues.values():
-            queue.process_id = process_id
+        self._process_id = process_id
         self._clock = clock
         self._reported: set[str] = set()  # pools with requests at the last report
         self._written_at: dict[uuid.UUID, float] = {}  # of the last report of each process
         # When a report of a process about a pool last came
         self._heard_at: dict[tuple[uuid.UUID, str], float] = {}
+        self.queues: Mapping[str, FairQueue] = {}
+        self.become(queues)
+
+    def become(self, queues: Mapping[str, FairQueue]) -> None:
+        """Exchange reports of these queues from now on. Those left out are their process's own."""
+        for pool, queue in self.queues.items():
+            if queues.get(pool) is not queue:
+                for process_id in self._written_at:
+                    queue.forget(process_id)
+                queue.exchanged()
+        self.queues = queues
+        for queue in queues.values():
+            queue.process_id = self._process_id
 
     @property
     def has_work(self) -> bool:
@@ -61,7 +72,8 @@ class Exchange:
     def report(self) -> bytes:
         """Encode the reports of all queues with requests, and of those that have just ended."""
         busy = {pool for pool, queue in self.queues.items() if queue.live_count}
-        reports = {pool: self.queues[pool].report() for pool in busy | self._reported}
+        ended = self._reported & self.queues.keys()
+        reports = {pool: self.queues[pool].report() for pool in busy | ended}
         self._reported = busy
         return msgspec.msgpack.encode(reports)
 
@@ -116,15 +128,19 @@ class Exchange:
 class QueueExchange:
     """Task that exchanges reports through PostgreSQL while there is something to report."""
 
-    def __init__(
-        self, queues: Mapping[str, FairQueue], database_url: str, process_id: uuid.UUID
-    ) -> None:
-        self._exchange = Exchange(queues, process_id)
-        self._reports = QueueReports(database_url, process_id, sorted(queues))
+    def __init__(self, database_url: str, process_id: uuid.UUID) -> None:
+        """Exchange nothing before `become`."""
+        self._exchange = Exchange({}, process_id)
+        self._reports = QueueReports(database_url, process_id)
         self._work = asyncio.Event()
         self._process_count = 1
+
+    def become(self, queues: Mapping[str, FairQueue]) -> None:
+        """Exchange reports of these queues, by pool, from now on."""
+        self._exchange.become(queues)
         for queue in queues.values():
             queue.on_live = self._note_work
+        self._note_work()
 
     def note_processes(self, process_count: int) -> None:
         """Record how many api processes the database knows, this one included."""
@@ -137,8 +153,6 @@ class QueueExchange:
 
     async def run(self) -> None:
         """Exchange reports until cancelled. Never raises for an unavailable database."""
-        if not self._exchange.queues:
-            return
         backoff = Backoff(RECONNECT_MIN_S, RECONNECT_MAX_S)
         try:
             while True:
@@ -148,7 +162,9 @@ class QueueExchange:
                     await self._work.wait()
                     continue
                 try:
-                    rows = await self._reports.exchange(self._exchange.report(), SILENT_S)
+                    rows = await self._reports.exchange(
+                        sorted(self._exchange.queues), self._exchange.report(), SILENT_S
+                    )
                 except LOST:
                     self._exchange.expire()
                     await asyncio.sleep(backoff.next_s())

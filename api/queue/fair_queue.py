@@ -144,6 +144,11 @@ class QueueEntry:
         self._queue = queue
 
     @property
+    def queue(self) -> FairQueue:
+        """Queue that it entered."""
+        return self._queue
+
+    @property
     def is_dispatched(self) -> bool:
         """True if the request was dispatched and has not left."""
         return self.state is DISPATCHED or self.state is RUNNING

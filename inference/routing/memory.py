@@ -191,6 +191,16 @@ class MemoryBudget:
         self._others: dict[str, Reservation] = {}  # of other processes alone, by key of the replica
         self._tickets: dict[Resident, str] = {}  # of engines that wait
 
+    def resize(
+        self, total_bytes: int | None, gpus: Sequence[str], gpu_memory: Mapping[str, int]
+    ) -> None:
+        """Use another budget, with the arguments of the constructor. Engines keep what they hold.
+
+        `check` and `poll` follow.
+        """
+        self._total_bytes = total_bytes
+        self._gpus, self._gpu_memory = tuple(gpus), dict(gpu_memory)
+
     @property
     def held_bytes(self) -> int:
         """Bytes reserved now, including those of engines about to release them."""
@@ -261,13 +271,15 @@ class MemoryBudget:
     def _assign_gpus(self, pinned: Sequence[Resident]) -> None:
         """Assign GPUs to as many of these engines as possible, by bipartite matching.
 
-        An assigned GPU moves to another engine if its owner can have a different one.
+        An assigned GPU moves to another engine if its owner can have a different one. An engine
+        that runs keeps its GPUs.
         """
-        owners: dict[str, Resident] = {}
+        held = {gpu: each for each in pinned for gpu in self._held.get(each, ())}
+        owners: dict[str, Resident] = {gpu: each for gpu, each in held.items() if gpu in self._gpus}
 
         def claim(resident: Resident, tried: set[str]) -> bool:
             for gpu in self._fitting_gpus(resident):
-                if gpu in tried:
+                if gpu in tried or gpu in held:
                     continue
                 tried.add(gpu)
                 if gpu not in owners or (owners[gpu] is not resident and claim(owners[gpu], tried)):
@@ -276,7 +288,7 @@ class MemoryBudget:
             return False
 
         for resident in pinned:
-            for _ in range(resident.needs.gpu_count):
+            for _ in range(resident.needs.gpu_count - len(self._held.get(resident, ()))):
                 claim(resident, set())
         self._kept = {
             each: tuple(gpu for gpu in self._gpus if owners.get(gpu) is each) for each in pinned
@@ -287,7 +299,9 @@ class MemoryBudget:
     ) -> tuple[str, ...]:
         """List the GPUs that an engine could have besides those of these holders."""
         if resident in self._kept:
-            return self._kept[resident]
+            # Before a change of the fleet, another engine may have got one of them.
+            others = {gpu for each, gpus in holders.items() if each is not resident for gpu in gpus}
+            return tuple(gpu for gpu in self._kept[resident] if gpu not in others)
         taken = {gpu for gpus in (*holders.values(), *self._kept.values()) for gpu in gpus}
         taken |= {gpu for other in self._others.values() for gpu in other.gpus}
         return tuple(gpu for gpu in self._fitting_gpus(resident) if gpu not in taken)
@@ -347,6 +361,16 @@ class MemoryBudget:
                 self._read_others(self._reservations)
         fits = self._missing_bytes(resident, self._held) <= 0
         return fits and not self._lacks_gpus(resident, self._held) and not self._waiting
+
+    def fit_now(self, residents: Iterable[Resident]) -> bool:
+        """Return whether all of these engines would get their memory at once."""
+        holders = dict(self._held)
+        for resident in residents:
+            if self._missing_bytes(resident, holders) > 0 or self._lacks_gpus(resident, holders):
+                return False
+            gpu_count = resident.needs.gpu_count if self._gpus else 0
+            holders[resident] = self._free_gpus(resident, holders)[:gpu_count]
+        return not self._waiting
 
     def is_waiting(self, resident: Resident) -> bool:
         """Return whether the engine waits for memory."""

@@ -118,7 +118,9 @@ class ManagedBackend(Generic[Served]):
         self._clock = clock
         self._unused: Served | None = build()  # known to be usable, and the first to be started
         self._model = self._unused.model
-        self.pool = pool_of(self._unused)  # implements `Pooled.pool`
+        shared = terms.needs.replica
+        # Implements `Pooled.pool`
+        self.pool = pool_of(self._unused) if shared is None else shared.pool
         self._engine: Served | None = None  # set from its start until it is closed
         self._is_stopping = False
         self._stopping = asyncio.Event()  # set while `_is_stopping`
@@ -150,6 +152,16 @@ class ManagedBackend(Generic[Served]):
     def is_leaving(self) -> bool:
         """Implement `Resident.is_leaving`; also true after an idle timeout or a failed start."""
         return self._is_stopping
+
+    def change_terms(self, *, idle_timeout_s: float, is_pinned: bool) -> None:
+        """Change when the engine stops. One that is pinned from now on starts by itself."""
+        if (idle_timeout_s, is_pinned) == (self._terms.idle_timeout_s, self.needs.is_pinned):
+            return
+        self.needs = replace(self.needs, is_pinned=is_pinned)
+        self._terms = replace(self._terms, idle_timeout_s=idle_timeout_s, needs=self.needs)
+        if not (self._user_count or is_pinned):
+            self._rest()
+        self._notify()
 
     def fits_now(self) -> bool:
         """Return whether the engine could be started without evicting another one."""

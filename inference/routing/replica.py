@@ -29,6 +29,7 @@ from inference.kv_blocks import KV_BLOCK_TOKENS, block_hashes
 BLOCK_COUNT_MAX = 65_536  # for engines that do not report a number: a million tokens, 10 MB here
 # Largest block of engines; a reported prefix may be shorter by this much.
 ENGINE_BLOCK_TOKENS_MAX = 128
+UNUSED_POLL_S = 0.1  # seconds between checks of whether a replica that was left out has work
 DRAINED_RETRY_S = 5.0  # retry-after while all replicas are drained, which an operator decides
 DRAINED = EngineCondition(
     EngineState.RESTARTING, retry_after_s=DRAINED_RETRY_S, reason="it is being drained"
@@ -86,7 +87,7 @@ class CircuitBreaker:
     """
 
     def __init__(self, limits: BreakerLimits) -> None:
-        self._limits = limits
+        self.limits = limits
         self.failure_count = 0  # in a row
         self._failed_at_s: float | None = None
         self._open_until_s: float | None = None  # None: closed
@@ -132,7 +133,7 @@ class CircuitBreaker:
             return
         self._failed_at_s = now_s
         self.failure_count += 1
-        if self._probing or self.failure_count >= self._limits.failure_count_max:
+        if self._probing or self.failure_count >= self.limits.failure_count_max:
             self._open_until_s, self.is_closed = now_s + self._pauses.next_s(), False
         self._probing = False
 
@@ -296,13 +297,14 @@ class Member:
         self.backend = backend
         self.region = region
         self.is_drained = False  # by a command of an operator
+        self.is_left_out = False  # by a change of the fleet
         self.outstanding_token_count = 0
         self.live_sequence_count = 0  # or calls
 
     @property
     def is_draining(self) -> bool:
         """True if the replica finishes its running work and gets no new work."""
-        return self.is_drained
+        return self.is_drained or self.is_left_out
 
     def takes(self, now_s: float) -> bool:
         """Return whether the replica may get work now."""
@@ -345,7 +347,12 @@ class Replica(Member):
     @property
     def is_draining(self) -> bool:
         """True if the replica finishes its running sequences and gets no new ones."""
-        return self.is_drained or self.is_leaving
+        return self.is_drained or self.is_leaving or self.is_left_out
+
+    def limit(self, limits: BreakerLimits) -> None:
+        """Use other limits of the circuit breaker, which begins anew if they differ."""
+        if self.breaker.limits != limits:
+            self.breaker = CircuitBreaker(limits)
 
     def takes(self, now_s: float) -> bool:
         """Return whether the replica may get a sequence now."""
@@ -355,7 +362,7 @@ class Replica(Member):
         self._was_ready = ready
         return (
             ready
-            and not (self.is_drained or self.is_leaving)
+            and not (self.is_drained or self.is_leaving or self.is_left_out)
             and (self.breaker.is_closed or self.breaker.admits(now_s))
         )
 
@@ -435,7 +442,7 @@ class SetStatistics:
     def sum_of(
         self, statistics: list[EngineStatistics], ready_count: int, moves: tuple[int, int]
     ) -> EngineStatistics:
-        """Add up the statistics of each replica, always given in the same order.
+        """Add up the statistics of each replica, given in the same order until `become`.
 
         `ready_count` is the number of replicas that take requests, `moves` are the numbers of
         migrations and of replacements.
@@ -452,6 +459,12 @@ class SetStatistics:
                 self._sum, migration_count=moves[0], replacement_count=moves[1]
             )
         return self._sum
+
+    def become(self, kept: Sequence[int | None]) -> None:
+        """Continue with other replicas: each one's place before, or None for a new one."""
+        new = EngineStatistics()
+        self._last = [new if place is None else self._last[place] for place in kept]
+        self._ready_count = -1
 
     def _count_steps(self, statistics: Sequence[EngineStatistics]) -> None:
         step_count, busy_count = 0, 0
@@ -488,6 +501,10 @@ class Replicas(Generic[Each]):
         self._start_requested = asyncio.Event()
         self._replacement_count = 0
         self._statistics = SetStatistics(len(replicas))
+        self.drained: frozenset[str] = frozenset()  # names of the replicas to drain
+        self.has_changed = False  # whether it had other replicas before
+        self._left_out: list[Each] = []  # not yet closed
+        self._tasks: asyncio.TaskGroup | None = None  # while it is served
 
     @property
     def pool(self) -> str:
@@ -525,15 +542,55 @@ class Replicas(Generic[Each]):
 
     def drain(self, names: Collection[str]) -> None:
         """Drain exactly the replicas with these names; their running requests finish."""
+        self.drained = frozenset(names)
         for replica in self._replicas:
-            replica.is_drained = replica.name in names
+            replica.is_drained = replica.name in self.drained
+
+    def become(self, replicas: Sequence[Each], warm_count: int) -> None:
+        """Continue with these replicas, of which the first `warm_count` stay warm.
+
+        New ones are served. Those left out get no new work, and are closed when they have none.
+        """
+        assert replicas, "a set has replicas"
+        before = self._replicas
+        places = {replica: place for place, replica in enumerate(before)}
+        kept = [places.get(replica) for replica in replicas]
+        self._replicas, self._warm_count = tuple(replicas), warm_count
+        if kept != list(range(len(before))):
+            self._statistics.become(kept)
+            self.has_changed = True
+        for replica in set(before).difference(replicas):
+            replica.is_left_out = True
+            self._left_out.append(replica)
+            if self._tasks is not None:
+                name = f"replica close {replica.name}"
+                self._tasks.create_task(self._close_unused(replica), name=name)
+        self.drain(self.drained)
+        if self._tasks is not None and not self.is_closing:
+            for replica in replicas:
+                if replica not in places:
+                    self._serve(replica, self._tasks)
+            for replica in replicas[:warm_count]:
+                if not replica.backend.healthy():
+                    name = f"replica start {replica.name}"
+                    self._tasks.create_task(self._warm(replica), name=name)
+
+    async def _close_unused(self, replica: Each) -> None:
+        """Close a replica that was left out, when its work has ended."""
+        while replica.live_sequence_count and not self.is_closing:  # noqa: ASYNC110
+            await asyncio.sleep(UNUSED_POLL_S)
+        await replica.backend.close()
+        self._left_out.remove(replica)
+
+    def _serve(self, replica: Each, tasks: asyncio.TaskGroup) -> None:
+        tasks.create_task(replica.backend.serve(), name=f"replica {replica.name}")
 
     async def close(self) -> None:
         """Implement `Backend.close`."""
         self.is_closing = True
         self._start_requested.set()
         async with asyncio.TaskGroup() as tasks:
-            for replica in self._replicas:
+            for replica in (*self._replicas, *self._left_out):
                 tasks.create_task(replica.backend.close(), name=f"replica close {replica.name}")
 
     def _conditions(self, replicas: Collection[Each]) -> list[EngineCondition]:
@@ -543,8 +600,9 @@ class Replicas(Generic[Each]):
     async def serve(self) -> None:
         """Serve all replicas and start the warm ones. An unexpected error ends one replica only."""
         async with IncidentTaskGroup() as tasks:
+            self._tasks = tasks
             for replica in self._replicas:
-                tasks.create_task(replica.backend.serve(), name=f"replica {replica.name}")
+                self._serve(replica, tasks)
             for replica in self._replicas[: self._warm_count]:
                 tasks.create_task(self._warm(replica), name=f"replica start {replica.name}")
 

@@ -122,6 +122,12 @@ class ReplicaSet(Replicas[Replica]):
         """All replicas, the warm ones first."""
         return self._replicas
 
+    def place_by(self, policy: type[PlacementPolicy], recovery_wait_s: float) -> None:
+        """Place sequences by another policy, and let them wait as long after a loss."""
+        if type(self._policy) is not policy:
+            self._policy = policy()
+        self.recovery_wait_s = recovery_wait_s
+
     async def _first_start(self, usable: Sequence[Replica]) -> None:
         await super()._first_start(usable)
         if not self.healthy():  # ready, but its breaker is still open
@@ -154,7 +160,12 @@ class ReplicaSet(Replicas[Replica]):
 
     def statistics(self) -> EngineStatistics:
         """Implement `Engine.statistics` by sums; steps are averaged."""
-        if len(self._replicas) == 1 and not self._replacement_count and not self._migration_count:
+        if (
+            len(self._replicas) == 1
+            and not self._replacement_count
+            and not self._migration_count
+            and not self.has_changed
+        ):
             return self._replicas[0].engine.statistics()
         ready_count, statistics = 0, []
         for replica in self._replicas:

@@ -69,6 +69,11 @@ class EncoderRoute:
     served: str
     encoder: Encoder
 
+    @property
+    def backend(self) -> Backend:
+        """Encoder of the route."""
+        return self.encoder
+
 
 class Route(msgspec.Struct, frozen=True):
     """Route of a request. `model` is the canonical name, by which the request is billed.
@@ -82,6 +87,11 @@ class Route(msgspec.Struct, frozen=True):
     engine: Engine
     regions: tuple[str, ...] = ()
     adapter: str = ""
+
+    @property
+    def backend(self) -> Backend:
+        """Engine of the route."""
+        return self.engine
 
 
 @runtime_checkable
@@ -127,6 +137,15 @@ class Router:
         self._backends: dict[str, Backend] = {**self._engines, **self._encoders}
         self._catalog = catalog or Catalog.plain(tuple(self._backends))
         self._routes: dict[tuple[str, str], Route] = {}  # by name and region, of unversioned models
+
+    def become(
+        self, engines: Mapping[str, Engine], encoders: Mapping[str, Encoder], catalog: Catalog
+    ) -> None:
+        """Route by another catalog from now on. Routes that were chosen before stay valid."""
+        self._engines, self._encoders = dict(engines), dict(encoders)
+        self._backends = {**self._engines, **self._encoders}
+        self._catalog = catalog
+        self._routes = {}
 
     def canonical_name(self, model: str) -> str:
         """Resolve an alias or version to its canonical name; other names are returned unchanged."""

@@ -65,6 +65,7 @@ class Scaler:
 
     def poll(self, replicas: Sequence[Replica], now_s: float) -> Replica | None:
         """Stop a replica if it is time; return the replica to start, or None."""
+        self._leaving &= {replica.name for replica in replicas if replica.is_leaving}
         self._finish_stops(replicas)
         serving = [replica for replica in replicas if replica.takes(now_s)]
         statistics = [replica.engine.statistics() for replica in serving]
@@ -156,7 +157,7 @@ class ScaledReplicaSet(ReplicaSet):
         super().__init__(
             model, replicas, policy, warm_count=scaler.min_count, recovery_wait_s=recovery_wait_s
         )
-        self._scaler = scaler
+        self.scaler = scaler
 
     async def serve(self) -> None:
         """Implement `Engine.serve`."""
@@ -169,7 +170,9 @@ class ScaledReplicaSet(ReplicaSet):
     async def _scale(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             await asyncio.sleep(INTERVAL_S)
-            chosen = self._scaler.poll(self.replicas, self.clock())
+            if len(self.replicas) == 1:
+                continue  # its own idle timeout suffices
+            chosen = self.scaler.poll(self.replicas, self.clock())
             if chosen is not None and not self.is_closing:
                 _log.info("starting replica %s: the others are full", chosen.name)
                 tasks.create_task(start(chosen), name=f"replica start {chosen.name}")

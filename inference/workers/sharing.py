@@ -57,6 +57,8 @@ class EngineDirectory:
             )
         os.fchmod(self._fd, _PRIVATE)
         self.path = path
+        status = os.fstat(self._fd)
+        self.identity = f"{machine_identity()}-{status.st_dev:x}-{status.st_ino:x}"
 
     def replica(self, name: str, *settings: object) -> SharedReplica:
         """Return a replica of this machine, by its name and all settings that its worker gets.
@@ -116,6 +118,14 @@ class EngineDirectory:
         return f"/proc/self/fd/{self._fd}/{name}" if PROC.is_dir() else str(self.path / name)
 
 
+def machine_identity() -> str:
+    """Return what no other machine has: the id of its last boot."""
+    boot = PROC / "sys/kernel/random/boot_id"
+    with contextlib.suppress(OSError):
+        return boot.read_text().strip()
+    return socket.gethostname()
+
+
 def file_name(name: str) -> str:
     """Turn the name of a replica into part of a file name."""
     return re.sub("[^0-9A-Za-z._-]+", "_", name)[:NAME_LENGTH_MAX]
@@ -142,6 +152,7 @@ class SharedReplica:
 
     def __init__(self, directory: EngineDirectory, key: str) -> None:
         self.key = key
+        self.pool = f"{directory.identity}/{key}"  # equal in all processes that share the worker
         self._directory = directory
         self._users: int | None = None  # open `.users`
 

@@ -24,6 +24,7 @@ import structlog
 
 from common.backoff import Backoff
 from common.incidents import Retries
+from metering.control.fleet_versions import StoredFleet
 from metering.control.live import (
     CHANNEL,
     LAUNCHES,
@@ -46,7 +47,7 @@ BROADCAST_CHANNEL = "weir_broadcast"
 BYTES_MAX = 7000  # of one text in UTF-8: PostgreSQL's limit is 8,000 including the message header
 INTERVAL_S = 1.0  # between two broadcasts of one process
 
-POLL_INTERVAL_S = 1.0  # two small queries a second per process
+POLL_INTERVAL_S = 1.0  # three small queries a second per process
 WEIGHTS_INTERVAL_S = 60.0  # there may be thousands, and a change is announced
 ANSWER_TIMEOUT_S = 2.0  # above the interval; a small query that takes longer has lost its server
 CONNECT_TIMEOUT_S = 2  # the minimum of libpq
@@ -65,6 +66,26 @@ class Broadcaster(Protocol):
     def receive(self, text: str) -> None:
         """Process a broadcast of any process. Never raises."""
         ...
+
+
+class Fleet(Protocol):
+    """Fleet of this process, which follows the stored versions."""
+
+    def follow(self, stored: StoredFleet | None) -> None:
+        """Take note of a new version, or that none is stored. Never blocks."""
+
+    @property
+    def state(self) -> tuple[int, str]:
+        """Number of the version that is served, and why a newer one is not."""
+
+
+class NoFleet:
+    """Fleet that never changes."""
+
+    state = (0, "")
+
+    def follow(self, stored: StoredFleet | None) -> None:
+        """Implement `Fleet.follow`."""
 
 
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 2.0
@@ -88,15 +109,18 @@ ORDER BY id
 """
 WRITE_REPORT = """
 INSERT INTO live_reports
-    (process_id, process_name, peer_address, peer_certificate, reported_at, requests, replicas)
-VALUES (%s, %s, %s, %s, clock_timestamp(), %s::jsonb, %s::jsonb)
+    (process_id, process_name, peer_address, peer_certificate, reported_at, requests, replicas,
+     fleet_number, fleet_fault)
+VALUES (%s, %s, %s, %s, clock_timestamp(), %s::jsonb, %s::jsonb, %s, %s)
 ON CONFLICT (process_id) DO UPDATE
 SET process_name = excluded.process_name,
     peer_address = excluded.peer_address,
     peer_certificate = excluded.peer_certificate,
     reported_at = excluded.reported_at,
     requests = excluded.requests,
-    replicas = excluded.replicas
+    replicas = excluded.replicas,
+    fleet_number = excluded.fleet_number,
+    fleet_fault = excluded.fleet_fault
 RETURNING xmax = 0
 """
 SELECT_CERTIFICATES = "SELECT peer_certificate FROM live_reports"
@@ -107,6 +131,9 @@ SELECT model, replica,
            clock_timestamp() >= drained_at + move_after_ms * interval '1 millisecond', false
        )
 FROM replica_drains
+"""
+SELECT_FLEET = """
+SELECT number, document FROM fleet_versions WHERE number > %s ORDER BY number DESC LIMIT 1
 """
 
 log = structlog.get_logger(__name__)
@@ -153,6 +180,8 @@ class ControlChannel:
         self._broadcaster = broadcaster
         # Called after a change of launched replicas; set by who follows them.
         self.launches_changed: Callable[[], None] = lambda: None
+        self.fleet: Fleet = NoFleet()  # gets each new version; set it before `run`
+        self._fleet_number = -1  # of the newest version read; -1 before the first poll
         self._sent_at = -math.inf  # a monotonic clock may start at any value
         # All commands up to this id have been read, and no further ones can appear below it.
         self._floor: int | None = None
@@ -253,7 +282,7 @@ class ControlChannel:
         requests = [each for each in self._report() if self._retries.is_due(each.get("request_id"))]
         try:
             cursor = await connection.execute(
-                WRITE_REPORT, (*self._owner, json.dumps(requests), replicas)
+                WRITE_REPORT, (*self._owner, json.dumps(requests), replicas, *self.fleet.state)
             )
         # A value that PostgreSQL or Python cannot write as JSON.
         except (psycopg.DataError, TypeError, ValueError):
@@ -263,7 +292,7 @@ class ControlChannel:
                     await connection.execute("SELECT %s::jsonb", (json.dumps(each),))
                     accepted.append(each)
             cursor = await connection.execute(
-                WRITE_REPORT, (*self._owner, json.dumps(accepted), replicas)
+                WRITE_REPORT, (*self._owner, json.dumps(accepted), replicas, *self.fleet.state)
             )
         # A new row: other processes do not accept our certificate yet.
         if await cursor.fetchone() == (True,):
@@ -293,3 +322,9 @@ class ControlChannel:
         cursor = await connection.execute(SELECT_DRAINS)
         with self._retries.survive("drain"):
             self._drain([DrainCommand(*row) for row in await cursor.fetchall()])
+        with self._retries.survive("fleet"):
+            cursor = await connection.execute(SELECT_FLEET, (max(self._fleet_number, 0),))
+            newest = await cursor.fetchone()
+            if newest is not None or self._fleet_number < 0:
+                self.fleet.follow(None if newest is None else StoredFleet(*newest))
+                self._fleet_number = 0 if newest is None else newest[0]

@@ -108,7 +108,7 @@ async def recheck_key(
 async def _command(session: AsyncSession, reason: str = "", **values: object) -> None:
     await session.execute(insertion("cancel_commands", values | {"reason": reason}))
     await session.execute(FORGET_OLD, {"kept_for": KEPT_FOR})
-    await _announce(session)
+    await announce(session)
 
 
 async def announce_weights(session: AsyncSession) -> None:
@@ -116,7 +116,8 @@ async def announce_weights(session: AsyncSession) -> None:
     await session.execute(select(func.pg_notify(CHANNEL, WEIGHTS)))
 
 
-async def _announce(session: AsyncSession) -> None:
+async def announce(session: AsyncSession) -> None:
+    """Let every process poll its control channel when the caller commits."""
     await session.execute(select(func.pg_notify(CHANNEL, POLL)))
 
 
@@ -507,7 +508,7 @@ async def drain_replica(
         await record_change(
             session, actor, "replica.drain", f"{model} {replica}", before=was, after=now
         )
-    await _announce(session)
+    await announce(session)
     return after
 
 
@@ -527,7 +528,7 @@ async def end_drain(
     await record_change(
         session, actor, "replica.undrain", f"{model} {replica}", before=was, after=after
     )
-    await _announce(session)
+    await announce(session)
     return True
 
 

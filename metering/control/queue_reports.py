@@ -53,20 +53,22 @@ class QueueReportRow(NamedTuple):
 class QueueReports:
     """Connection on which one process exchanges its reports; opened at the first one."""
 
-    def __init__(self, database_url: str, process_id: uuid.UUID, pools: Sequence[str]) -> None:
-        """`pools` are the engines that the reports are about."""
+    def __init__(self, database_url: str, process_id: uuid.UUID) -> None:
         self._conninfo = psycopg_conninfo(database_url)
-        self._process_id, self._pools = process_id, list(pools)
+        self._process_id = process_id
         self._connection: BoundedConnection | None = None
 
-    async def exchange(self, report: bytes, silent_s: float) -> list[QueueReportRow]:
-        """Write a report and read those of other processes that are at most `silent_s` old.
+    async def exchange(
+        self, pools: Sequence[str], report: bytes, silent_s: float
+    ) -> list[QueueReportRow]:
+        """Write a report about these pools, and read those of other processes about any of them
+        that are at most `silent_s` old.
 
         Raises one of `LOST` if the database does not answer in time; the next call reconnects.
         """
         values = {
             "process_id": self._process_id,
-            "pools": self._pools,
+            "pools": list(pools),
             "report": report,
             "silent_s": silent_s,
         }

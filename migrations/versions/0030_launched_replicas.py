@@ -5,7 +5,7 @@ from __future__ import annotations
 from alembic import op
 
 revision = "0030"
-down_revision: str | None = "0028"
+down_revision: str | None = "0029"
 branch_labels = None
 depends_on = None
 

@@ -18,6 +18,7 @@ from common.incidents import INCIDENT_COUNTS, IncidentTaskGroup
 LOOPS = {
     "control_channel": "control.run",
     "usage_notices": "notices.run",
+    "fleet_changes": "fleet.run",
     "key_uses": "uses.run",
     "progress": "registry.report_progress_regularly",
     "loop_lag": "observer.loop_lag.measure",
@@ -53,7 +54,7 @@ async def test_a_loop_that_raises_is_restarted_alone(monkeypatch: pytest.MonkeyP
     parts.holds.run = loop("holds")
     monkeypatch.setattr(root, "log_statistics_regularly", loop("statistics_log"))
     server = root.Server(Settings(), parts.spares)
-    for name in ("control", "notices", "uses", "registry", "observer", "holds", "pace"):
+    for name in ("control", "fleet", "notices", "uses", "registry", "observer", "holds", "pace"):
         setattr(server, name, getattr(parts, name))
     monkeypatch.setattr(server, "recover_regularly", loop("recovery"))
     before = INCIDENT_COUNTS.copy()
@@ -91,7 +92,7 @@ async def test_a_request_whose_progress_cannot_be_sent_delays_no_other() -> None
 
     process = object.__new__(RequestRegistry)
     process._progress = incidents.Retries("progress")
-    process.queues = {}
+    process.queue_of = {}
     process._live = {Request(name): None for name in ("first", "bad", "last")}  # type: ignore[misc]
 
     process.end_lapsed()

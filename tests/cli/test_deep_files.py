@@ -54,7 +54,7 @@ def test_a_fleet_file_names_the_line(case: str, tmp_path: Path) -> None:
     with pytest.raises(SettingInvalid) as caught:
         read_fleet(file)
 
-    assert f"{str(file)!r}: line {LINES[case]}: " in str(caught.value)
+    assert f"{str(file)!r}:\n  line {LINES[case]}: " in str(caught.value)
 
 
 @pytest.mark.parametrize("case", YAML)

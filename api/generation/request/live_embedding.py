@@ -231,7 +231,8 @@ class LiveEmbedding:
 
         Raises the errors of `FairQueue.enter`.
         """
-        caller, encoder, queue = self.caller, route.encoder, self._registry.queues[route.served]
+        caller, encoder = self.caller, route.encoder
+        queue = self._registry.queue_of[encoder]
         tenant_id = caller.payer.organization_id
         engine_wait_s = 0.0 if encoder.healthy() else encoder.condition().retry_after_s
         entries: dict[QueueEntry, Part] = {}

@@ -359,7 +359,7 @@ class LiveRequest:
             preparing.call_reading,
             preparing.work_s,
             request=request,
-            entry=registry.queues[route.served].enter(arrival, engine_wait_s),
+            entry=registry.queue_of[route.engine].enter(arrival, engine_wait_s),
             hold=HoldHandle(
                 registry.admission, op, self.output.usage, max_output_token_count(request)
             ),

@@ -14,7 +14,6 @@ from api.access.auth import check_model
 from api.core.errors import KeepTooLong, RequestUnderWay
 from api.core.interceptor import READ_BYTES, READ_S
 from api.core.rate_limiter import REFUSAL_COST_S, Payer, RateLimiter
-from api.core.settings import QueueSettings
 from api.generation.delivery.output_buffer import OutputBuffer
 from api.generation.delivery.replay import Key, ReplayBuffers
 from api.generation.delivery.replayable_buffer import ReplayableBuffer
@@ -25,13 +24,13 @@ from api.generation.parsing.start_frame import ValidStart
 from api.generation.parsing.text_work import TextWork
 from api.generation.request.admission import Admission
 from api.generation.request.caller import Caller
-from api.generation.request.phases import WAITING, Phase
+from api.generation.request.phases import WAITING, Held, Phase, Preparing
 from api.generation.request.relay import Relays
 from api.generation.state import Stopwatch
 from api.observability.observer import Observer
 from api.queue.fair_queue import ExpectedWait, FairQueue
 from common.incidents import Retries
-from inference.engine import pool_of
+from inference.engine import Backend, pool_of
 from inference.routing.router import Router
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer
@@ -116,10 +115,11 @@ class RequestRegistry:
         self.safety = safety
         self.admission = admission
         self.router = router
-        self.tokenizers = tokenizers
-        self.queues = queues_of(router, settings.queue)
+        # Queues of all engines and encoders, those that finish their last requests included.
+        self.queue_of: dict[Backend, FairQueue] = {}
         # Of organizations whose weight in the fair queues is not 1, by id as an integer
         self.weights: dict[int, float] = {}
+        self.queues_changed: Callable[[], None] = lambda: None  # set by who shares them
         self.cold_start_wait_s = settings.requests.cold_start_wait_s
         self.replays = ReplayBuffers[ReplayableBuffer](
             admission.journal,
@@ -127,9 +127,8 @@ class RequestRegistry:
             bytes_per_request_max=settings.delivery.replay_bytes_per_request_max,
         )
         self.relays = relays
-        self.window_tokens_max = max(
-            (model.context_window_tokens for model in router.models()), default=0
-        )
+        self.window_tokens_max = 0
+        self.fleet_changed(tokenizers)
         self.pace = pace or RateLimiter(settings.messages.frames_share_max)
         self.text_work = TextWork(settings.preparation, self.weights)
         # Parsers keep the interpreter: the event loop would wait for each of several threads, and
@@ -159,8 +158,55 @@ class RequestRegistry:
             return
         self.weights.clear()
         self.weights.update(weights)
-        for queue in self.queues.values():
+        for queue in self.queue_of.values():
             queue.reweigh(weights)
+
+    def fleet_changed(self, tokenizers: Mapping[str, Tokenizer]) -> None:
+        """Follow the router, which has another fleet: these tokenizers by served name, and queues.
+
+        A backend that stays keeps its queue. That of one that left is kept until `forget`.
+        """
+        self.tokenizers = tokenizers
+        for backend in self.router.backends():
+            if backend not in self.queue_of:
+                queue = FairQueue(self.settings.queue, backend.statistics)
+                self.queue_of[backend] = queue
+        models = self.router.models()
+        self.window_tokens_max = max((each.context_window_tokens for each in models), default=0)
+        self.observer.know(model.name for model in models)
+        self.queues_changed()
+
+    def uses(self, backend: Backend) -> bool:
+        """Return whether a running request has been routed to a backend."""
+        queue = self.queue_of[backend]
+        for request in self._live:
+            phase = request.phase
+            if isinstance(phase, Held):
+                if phase.admitted.entry.queue is queue:
+                    return True
+            elif isinstance(phase, Preparing) and phase.route.backend is backend:
+                return True
+        return False
+
+    def forget(self, backend: Backend) -> None:
+        """Remove the queue of a backend that left and is not used any more."""
+        del self.queue_of[backend]
+
+    @property
+    def queues(self) -> dict[str, FairQueue]:
+        """Queues of the present fleet, by served name."""
+        return {backend.model.name: self.queue_of[backend] for backend in self.router.backends()}
+
+    def shared_queues(self) -> dict[str, FairQueue]:
+        """Find the queues before engines that other processes use too; return them by pool.
+
+        Processes share a pool if they serve the same version of a model by the same engines.
+        """
+        return {
+            f"{backend.model.name} {pool}": self.queue_of[backend]
+            for backend in self.router.backends()
+            if (pool := pool_of(backend))
+        }
 
     def add(self, request: Generating) -> None:
         """Add a generate request. `find` returns it unless an earlier one has its key."""
@@ -305,7 +351,7 @@ class RequestRegistry:
         outlooks = (
             {
                 outlook.entry: outlook
-                for queue in self.queues.values()
+                for queue in self.queue_of.values()
                 for outlook in queue.expected_waits()
             }
             if waiting
@@ -316,22 +362,3 @@ class RequestRegistry:
                 request.report_progress(outlooks.get(entry))
         end = first + PROGRESS_FRAMES_MAX
         return end if end < len(waiting) else 0
-
-
-def shared_queues(router: Router, queues: Mapping[str, FairQueue]) -> dict[str, FairQueue]:
-    """Find the queues before engines that other processes use too; return them by pool.
-
-    Processes share a pool if they serve the same version of a model by the same engines.
-    """
-    return {
-        f"{backend.model.name} {pool}": queues[backend.model.name]
-        for backend in router.backends()
-        if (pool := pool_of(backend))
-    }
-
-
-def queues_of(router: Router, settings: QueueSettings) -> dict[str, FairQueue]:
-    """Create a fair queue for each engine. Returns them by served name."""
-    return {
-        backend.model.name: FairQueue(settings, backend.statistics) for backend in router.backends()
-    }

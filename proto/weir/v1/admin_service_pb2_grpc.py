@@ -6,6 +6,7 @@ import warnings
 from weir.v1 import admin_service_pb2 as weir_dot_v1_dot_admin__service__pb2
 from weir.v1 import alerts_pb2 as weir_dot_v1_dot_alerts__pb2
 from weir.v1 import configuration_pb2 as weir_dot_v1_dot_configuration__pb2
+from weir.v1 import fleet_pb2 as weir_dot_v1_dot_fleet__pb2
 from weir.v1 import live_requests_pb2 as weir_dot_v1_dot_live__requests__pb2
 from weir.v1 import plans_pb2 as weir_dot_v1_dot_plans__pb2
 from weir.v1 import prices_pb2 as weir_dot_v1_dot_prices__pb2
@@ -246,6 +247,21 @@ class AdminServiceStub:
                 '/weir.v1.AdminService/ExportConfiguration',
                 request_serializer=weir_dot_v1_dot_configuration__pb2.ExportConfigurationRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_configuration__pb2.ExportConfigurationResponse.FromString,
+                _registered_method=True)
+        self.GetFleet = channel.unary_unary(
+                '/weir.v1.AdminService/GetFleet',
+                request_serializer=weir_dot_v1_dot_fleet__pb2.GetFleetRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_fleet__pb2.GetFleetResponse.FromString,
+                _registered_method=True)
+        self.ApplyFleet = channel.unary_unary(
+                '/weir.v1.AdminService/ApplyFleet',
+                request_serializer=weir_dot_v1_dot_fleet__pb2.ApplyFleetRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_fleet__pb2.ApplyFleetResponse.FromString,
+                _registered_method=True)
+        self.ListFleetVersions = channel.unary_unary(
+                '/weir.v1.AdminService/ListFleetVersions',
+                request_serializer=weir_dot_v1_dot_fleet__pb2.ListFleetVersionsRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_fleet__pb2.ListFleetVersionsResponse.FromString,
                 _registered_method=True)
         self.EraseEndUser = channel.unary_unary(
                 '/weir.v1.AdminService/EraseEndUser',
@@ -555,6 +571,28 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetFleet(self, request, context):
+        """Returns a version of the fleet, and the version that each process serves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ApplyFleet(self, request, context):
+        """Replaces the fleet as a whole, while everything runs: models, versions, weights, targets,
+        aliases and regions. A document with errors changes nothing and is answered with them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListFleetVersions(self, request, context):
+        """Lists the versions of the fleet, newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def EraseEndUser(self, request, context):
         """Erases the name of an end user: its limits end, and labels with this value are removed from all
         requests of the organization. Its usage stays in every sum, without a name. Running requests
@@ -767,6 +805,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ExportConfiguration,
                     request_deserializer=weir_dot_v1_dot_configuration__pb2.ExportConfigurationRequest.FromString,
                     response_serializer=weir_dot_v1_dot_configuration__pb2.ExportConfigurationResponse.SerializeToString,
+            ),
+            'GetFleet': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetFleet,
+                    request_deserializer=weir_dot_v1_dot_fleet__pb2.GetFleetRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_fleet__pb2.GetFleetResponse.SerializeToString,
+            ),
+            'ApplyFleet': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApplyFleet,
+                    request_deserializer=weir_dot_v1_dot_fleet__pb2.ApplyFleetRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_fleet__pb2.ApplyFleetResponse.SerializeToString,
+            ),
+            'ListFleetVersions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListFleetVersions,
+                    request_deserializer=weir_dot_v1_dot_fleet__pb2.ListFleetVersionsRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_fleet__pb2.ListFleetVersionsResponse.SerializeToString,
             ),
             'EraseEndUser': grpc.unary_unary_rpc_method_handler(
                     servicer.EraseEndUser,
@@ -1861,6 +1914,87 @@ class AdminService:
             '/weir.v1.AdminService/ExportConfiguration',
             weir_dot_v1_dot_configuration__pb2.ExportConfigurationRequest.SerializeToString,
             weir_dot_v1_dot_configuration__pb2.ExportConfigurationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetFleet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/GetFleet',
+            weir_dot_v1_dot_fleet__pb2.GetFleetRequest.SerializeToString,
+            weir_dot_v1_dot_fleet__pb2.GetFleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplyFleet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ApplyFleet',
+            weir_dot_v1_dot_fleet__pb2.ApplyFleetRequest.SerializeToString,
+            weir_dot_v1_dot_fleet__pb2.ApplyFleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListFleetVersions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListFleetVersions',
+            weir_dot_v1_dot_fleet__pb2.ListFleetVersionsRequest.SerializeToString,
+            weir_dot_v1_dot_fleet__pb2.ListFleetVersionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,7 @@ from grpc import aio as _aio
 from weir.v1 import admin_service_pb2 as _admin_service_pb2
 from weir.v1 import alerts_pb2 as _alerts_pb2
 from weir.v1 import configuration_pb2 as _configuration_pb2
+from weir.v1 import fleet_pb2 as _fleet_pb2
 from weir.v1 import live_requests_pb2 as _live_requests_pb2
 from weir.v1 import plans_pb2 as _plans_pb2
 from weir.v1 import prices_pb2 as _prices_pb2
@@ -147,6 +148,14 @@ class AdminServiceStub:
     """
     ExportConfiguration: _grpc.UnaryUnaryMultiCallable[_configuration_pb2.ExportConfigurationRequest, _configuration_pb2.ExportConfigurationResponse]
     """Returns the current state as a configuration."""
+    GetFleet: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.GetFleetRequest, _fleet_pb2.GetFleetResponse]
+    """Returns a version of the fleet, and the version that each process serves."""
+    ApplyFleet: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ApplyFleetRequest, _fleet_pb2.ApplyFleetResponse]
+    """Replaces the fleet as a whole, while everything runs: models, versions, weights, targets,
+    aliases and regions. A document with errors changes nothing and is answered with them.
+    """
+    ListFleetVersions: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListFleetVersionsRequest, _fleet_pb2.ListFleetVersionsResponse]
+    """Lists the versions of the fleet, newest first."""
     EraseEndUser: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.EraseEndUserRequest, _admin_service_pb2.EraseEndUserResponse]
     """Erases the name of an end user: its limits end, and labels with this value are removed from all
     requests of the organization. Its usage stays in every sum, without a name. Running requests
@@ -267,6 +276,14 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ExportConfiguration: _aio.UnaryUnaryMultiCallable[_configuration_pb2.ExportConfigurationRequest, _configuration_pb2.ExportConfigurationResponse]  # type: ignore[assignment]
     """Returns the current state as a configuration."""
+    GetFleet: _aio.UnaryUnaryMultiCallable[_fleet_pb2.GetFleetRequest, _fleet_pb2.GetFleetResponse]  # type: ignore[assignment]
+    """Returns a version of the fleet, and the version that each process serves."""
+    ApplyFleet: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ApplyFleetRequest, _fleet_pb2.ApplyFleetResponse]  # type: ignore[assignment]
+    """Replaces the fleet as a whole, while everything runs: models, versions, weights, targets,
+    aliases and regions. A document with errors changes nothing and is answered with them.
+    """
+    ListFleetVersions: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListFleetVersionsRequest, _fleet_pb2.ListFleetVersionsResponse]  # type: ignore[assignment]
+    """Lists the versions of the fleet, newest first."""
     EraseEndUser: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.EraseEndUserRequest, _admin_service_pb2.EraseEndUserResponse]  # type: ignore[assignment]
     """Erases the name of an end user: its limits end, and labels with this value are removed from all
     requests of the organization. Its usage stays in every sum, without a name. Running requests
@@ -624,6 +641,32 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_configuration_pb2.ExportConfigurationResponse, _abc.Awaitable[_configuration_pb2.ExportConfigurationResponse]]:
         """Returns the current state as a configuration."""
+
+    @_abc_1.abstractmethod
+    def GetFleet(
+        self,
+        request: _fleet_pb2.GetFleetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.GetFleetResponse, _abc.Awaitable[_fleet_pb2.GetFleetResponse]]:
+        """Returns a version of the fleet, and the version that each process serves."""
+
+    @_abc_1.abstractmethod
+    def ApplyFleet(
+        self,
+        request: _fleet_pb2.ApplyFleetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.ApplyFleetResponse, _abc.Awaitable[_fleet_pb2.ApplyFleetResponse]]:
+        """Replaces the fleet as a whole, while everything runs: models, versions, weights, targets,
+        aliases and regions. A document with errors changes nothing and is answered with them.
+        """
+
+    @_abc_1.abstractmethod
+    def ListFleetVersions(
+        self,
+        request: _fleet_pb2.ListFleetVersionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.ListFleetVersionsResponse, _abc.Awaitable[_fleet_pb2.ListFleetVersionsResponse]]:
+        """Lists the versions of the fleet, newest first."""
 
     @_abc_1.abstractmethod
     def EraseEndUser(

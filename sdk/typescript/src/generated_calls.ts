@@ -31,6 +31,7 @@ import {
   type AlertWebhook,
   type ApiKey,
   type AppliedConfiguration,
+  type AppliedFleet,
   type BillingProfile,
   type ClosedMonth,
   type CreatedAlertWebhook,
@@ -41,6 +42,7 @@ import {
   type DrainedReplica,
   type EndUserLimits,
   type ErasedEndUser,
+  type FleetVersion,
   type KilledRequest,
   type LiveView,
   type Month,
@@ -59,6 +61,7 @@ import {
   type ReplicaRental,
   type ResalePrice,
   type RotatedApiKey,
+  type ServedFleet,
   type UndrainedReplica,
   type UsageForecast,
 } from "./generated_values.js";
@@ -433,6 +436,50 @@ export interface TestAlertWebhookOptions extends CallOptionsOf {
 export interface EraseEndUserOptions extends CallOptionsOf {
   /** Succeeds instead of NotFound if nothing has the name. */
   readonly allowMissing?: boolean | undefined;
+}
+
+/** Options of `getFleet`. */
+export interface GetFleetOptions extends CallOptionsOf {
+  /** Number; 0: the version in force. Unknown: NotFound. */
+  readonly number?: number | bigint | undefined;
+}
+
+/** Options of `applyFleet`. */
+export interface ApplyFleetOptions extends CallOptionsOf {
+  /**
+   * The whole fleet, as YAML with the keys of a fleet file. `engine_config` cannot name a file
+   * here.
+   */
+  readonly document?: string | undefined;
+  /**
+   * Absolute path, on the machines of the servers, at which relative paths of the document start.
+   * Empty: the document has absolute paths only. InvalidRequest for a relative one.
+   */
+  readonly baseDirectory?: string | undefined;
+  /**
+   * Uses the fleet of the settings of the process that answers instead of `document`, which must be
+   * empty then: InvalidRequest otherwise.
+   */
+  readonly fromSettings?: boolean | undefined;
+  /**
+   * Number of the version that this one is to follow; 0: none is stored. InvalidRequest if another
+   * one is in force by now. Unset: whichever is in force.
+   */
+  readonly expectedNumber?: number | bigint | undefined;
+  /** Checks the document and returns the changes, but makes none. */
+  readonly dryRun?: boolean | undefined;
+  /** Reason, for the audit log and lists of versions; up to 200 printable characters. */
+  readonly reason?: string | undefined;
+  /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
+  readonly requestId?: string | undefined;
+}
+
+/** Options of `listFleetVersions`. */
+export interface ListFleetVersionsOptions extends CallOptionsOf {
+  /** Largest number of versions, 1 to 1000. Default 100. */
+  readonly pageSize?: number | undefined;
+  /** Only versions with a smaller number; 0: from the newest. */
+  readonly beforeNumber?: number | bigint | undefined;
 }
 
 /** Options of `closeMonth`. */
@@ -1263,6 +1310,56 @@ export class AdminCalls extends UnaryClient {
     const method = AdminService.method.eraseEndUser;
     const response = await this.connection.call(method, init, options);
     return wire.erasedEndUser(response);
+  }
+
+  /**
+   * Returns a version of the fleet, and the version that each process serves.
+   */
+  async getFleet(
+    options: GetFleetOptions = {},
+  ): Promise<ServedFleet> {
+    const init = defined({
+      number: whole("number", options.number),
+    });
+    const method = AdminService.method.getFleet;
+    const response = await this.connection.call(method, init, options);
+    return wire.servedFleet(response);
+  }
+
+  /**
+   * Replaces the fleet as a whole, while everything runs: models, versions, weights, targets,
+   * aliases and regions. A document with errors changes nothing and is answered with them.
+   */
+  async applyFleet(
+    options: ApplyFleetOptions = {},
+  ): Promise<AppliedFleet> {
+    const init = defined({
+      document: options.document,
+      baseDirectory: options.baseDirectory,
+      fromSettings: options.fromSettings,
+      expectedNumber: whole("expectedNumber", options.expectedNumber),
+      dryRun: options.dryRun,
+      reason: options.reason,
+      requestId: options.requestId ?? randomUUID(),
+    });
+    const method = AdminService.method.applyFleet;
+    const response = await this.connection.call(method, init, options);
+    return wire.appliedFleet(response);
+  }
+
+  /**
+   * Lists the versions of the fleet, newest first.
+   */
+  async listFleetVersions(
+    options: ListFleetVersionsOptions = {},
+  ): Promise<FleetVersion[]> {
+    const init = defined({
+      pageSize: options.pageSize,
+      beforeNumber: whole("beforeNumber", options.beforeNumber),
+    });
+    const method = AdminService.method.listFleetVersions;
+    const response = await this.connection.call(method, init, options);
+    return response.versions.map((each) => wire.fleetVersion(each));
   }
 
 }

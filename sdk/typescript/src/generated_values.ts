@@ -1683,6 +1683,80 @@ export interface AppliedConfiguration {
   readonly violations: readonly ConfigurationViolation[];
 }
 
+/** One version of the fleet. Versions are only added; the newest one is in force. */
+export interface FleetVersion {
+  /** Number, from 1. 0: no version is stored, and each process serves the fleet of its settings. */
+  readonly number: number;
+  /**
+   * The fleet in canonical form: YAML with the keys of a fleet file, without defaults, with
+   * absolute paths on the machines of the servers. Empty in lists.
+   */
+  readonly document: string;
+  /** SHA-256 of the document, in hexadecimal. */
+  readonly digest: string;
+  /** Author: the prefix of an API key, or "system" for the file of a server's settings. */
+  readonly actor: string;
+  /** Reason that the author gave. May be empty. */
+  readonly reason: string;
+  /** Time when it was added. Unset for number 0. */
+  readonly createTime: Date | undefined;
+}
+
+/** Version that one api process serves. */
+export interface FleetProcess {
+  /** UUID of the api process. */
+  readonly processId: string;
+  /** Display name of the process: "host:pid". */
+  readonly processName: string;
+  /** Number of the version that it serves; 0: the fleet of its settings. */
+  readonly number: number;
+  /** Why it does not serve the newest version yet; empty if it does. */
+  readonly fault: string;
+}
+
+/** The version, and what the processes serve. */
+export interface ServedFleet {
+  /** The version. With number 0, the fleet of the settings of the process that answers. */
+  readonly version: FleetVersion;
+  /** What each process serves now. Empty if `number` was set. */
+  readonly processes: readonly FleetProcess[];
+  /** Processes that did not answer. */
+  readonly unresponsiveProcessIds: readonly string[];
+}
+
+/** Difference between two fleets at one place. */
+export interface FleetChange {
+  /** Place in the document, such as "models.chat.versions.v2.weight". */
+  readonly path: string;
+  /** Value before, as JSON; empty if there was none. */
+  readonly beforeJson: string;
+  /** Value after, as JSON; empty if there is none. */
+  readonly afterJson: string;
+}
+
+/** Error in a document. */
+export interface FleetViolation {
+  /** Line, from 1; 0: the document as a whole. */
+  readonly line: number;
+  /** Place in the document, such as "models.chat.directory". May be empty. */
+  readonly location: string;
+  /** What is wrong, and what is allowed. */
+  readonly message: string;
+}
+
+/** The new version, or why there is none. */
+export interface AppliedFleet {
+  /**
+   * The version in force: the new one, or the present one if the document changes nothing, has
+   * violations, or with `dry_run`. Without its document.
+   */
+  readonly version: FleetVersion;
+  /** Changes from the version before. With `dry_run`, those that the call would make. */
+  readonly changes: readonly FleetChange[];
+  /** Errors of the document: nothing was changed. */
+  readonly violations: readonly FleetViolation[];
+}
+
 /** Result of an erasure. */
 export interface ErasedEndUser {
   /** True if anything had the name. */

@@ -68,6 +68,20 @@ import {
   type GetEndUserResponse as GetEndUserResponseMessage,
 } from "./gen/weir/v1/end_users_pb.js";
 import {
+  ApplyFleetResponseSchema,
+  FleetChangeSchema,
+  FleetProcessSchema,
+  FleetVersionSchema,
+  FleetViolationSchema,
+  GetFleetResponseSchema,
+  type ApplyFleetResponse as ApplyFleetResponseMessage,
+  type FleetChange as FleetChangeMessage,
+  type FleetProcess as FleetProcessMessage,
+  type FleetVersion as FleetVersionMessage,
+  type FleetViolation as FleetViolationMessage,
+  type GetFleetResponse as GetFleetResponseMessage,
+} from "./gen/weir/v1/fleet_pb.js";
+import {
   GenerationSchema,
   Generation_State as Generation_StateMessage,
   KeyChangeSchema,
@@ -215,6 +229,7 @@ import {
   type AlertWebhook,
   type ApiKey,
   type AppliedConfiguration,
+  type AppliedFleet,
   type AppliedPrice,
   type AuditEntry,
   type BillingProfile,
@@ -234,6 +249,10 @@ import {
   type EndUserState,
   type ErasedEndUser,
   type FieldChange,
+  type FleetChange,
+  type FleetProcess,
+  type FleetVersion,
+  type FleetViolation,
   type Generation,
   type GenerationState,
   type Invoice,
@@ -284,6 +303,7 @@ import {
   type ResaleStatement,
   type ResaleStatementLine,
   type RotatedApiKey,
+  type ServedFleet,
   type SimulatedCustomer,
   type Timings,
   type TokenKind,
@@ -1224,6 +1244,70 @@ export function appliedConfiguration(
     changes: value.changes.map((each) => configurationChange(each)),
     kept: value.kept.map((each) => configurationChange(each)),
     violations: value.violations.map((each) => configurationViolation(each)),
+  };
+}
+
+export function fleetVersion(
+  value: FleetVersionMessage = create(FleetVersionSchema),
+): FleetVersion {
+  return {
+    number: count(value.number),
+    document: value.document,
+    digest: value.digest,
+    actor: value.actor,
+    reason: value.reason,
+    createTime: date(value.createTime),
+  };
+}
+
+export function fleetProcess(
+  value: FleetProcessMessage = create(FleetProcessSchema),
+): FleetProcess {
+  return {
+    processId: value.processId,
+    processName: value.processName,
+    number: count(value.number),
+    fault: value.fault,
+  };
+}
+
+export function servedFleet(
+  value: GetFleetResponseMessage = create(GetFleetResponseSchema),
+): ServedFleet {
+  return {
+    version: fleetVersion(value.version),
+    processes: value.processes.map((each) => fleetProcess(each)),
+    unresponsiveProcessIds: value.unresponsiveProcessIds,
+  };
+}
+
+export function fleetChange(
+  value: FleetChangeMessage = create(FleetChangeSchema),
+): FleetChange {
+  return {
+    path: value.path,
+    beforeJson: value.beforeJson,
+    afterJson: value.afterJson,
+  };
+}
+
+export function fleetViolation(
+  value: FleetViolationMessage = create(FleetViolationSchema),
+): FleetViolation {
+  return {
+    line: value.line,
+    location: value.location,
+    message: value.message,
+  };
+}
+
+export function appliedFleet(
+  value: ApplyFleetResponseMessage = create(ApplyFleetResponseSchema),
+): AppliedFleet {
+  return {
+    version: fleetVersion(value.version),
+    changes: value.changes.map((each) => fleetChange(each)),
+    violations: value.violations.map((each) => fleetViolation(each)),
   };
 }
 

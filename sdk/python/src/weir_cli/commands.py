@@ -68,6 +68,9 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
     "replicas": Command(
         "weir_cli.requests:replicas", "Show the engines of each model; drain one.", ADMIN
     ),
+    "fleet": Command(
+        "weir_cli.fleet:fleet", "Change models, versions and weights while they run.", ADMIN
+    ),
     "apply": Command(
         "weir_cli.configuration:apply", "Make customers, keys and limits as a file says.", ADMIN
     ),

@@ -18,6 +18,7 @@ from weir.v1 import (
     billing_service_pb2_grpc,
     configuration_pb2,
     end_users_pb2,
+    fleet_pb2,
     live_requests_pb2,
     months_pb2,
     plans_pb2,
@@ -35,6 +36,7 @@ from weir_client.generated_values import (
     AlertWebhook,
     ApiKey,
     AppliedConfiguration,
+    AppliedFleet,
     BillingProfile,
     ClosedMonth,
     CreatedAlertWebhook,
@@ -45,6 +47,7 @@ from weir_client.generated_values import (
     DrainedReplica,
     EndUserLimits,
     ErasedEndUser,
+    FleetVersion,
     KilledRequest,
     LiveView,
     Month,
@@ -63,6 +66,7 @@ from weir_client.generated_values import (
     ReplicaRental,
     ResalePrice,
     RotatedApiKey,
+    ServedFleet,
     UndrainedReplica,
     UsageForecast,
 )
@@ -849,6 +853,69 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.EraseEndUser, request)
         return wire.read(ErasedEndUser, response)
 
+    async def get_fleet(self, number: int = 0) -> ServedFleet:
+        """Returns a version of the fleet, and the version that each process serves.
+
+        `number`: Number; 0: the version in force. Unknown: NotFound.
+        """
+        request = wire.request(fleet_pb2.GetFleetRequest, number=number)
+        response = await self._call(self._stub.GetFleet, request)
+        return wire.read(ServedFleet, response)
+
+    async def apply_fleet(
+        self,
+        document: str = "",
+        *,
+        base_directory: str = "",
+        from_settings: bool = False,
+        expected_number: int | None = None,
+        dry_run: bool = False,
+        reason: str = "",
+        request_id: str | None = None,
+    ) -> AppliedFleet:
+        """Replaces the fleet as a whole, while everything runs: models, versions, weights, targets,
+        aliases and regions. A document with errors changes nothing and is answered with them.
+
+        `document`: The whole fleet, as YAML with the keys of a fleet file. `engine_config` cannot
+            name a file here.
+        `base_directory`: Absolute path, on the machines of the servers, at which relative paths of
+            the document start. Empty: the document has absolute paths only. InvalidRequest for a
+            relative one.
+        `from_settings`: Uses the fleet of the settings of the process that answers instead of
+            `document`, which must be empty then: InvalidRequest otherwise.
+        `expected_number`: Number of the version that this one is to follow; 0: none is stored.
+            InvalidRequest if another one is in force by now. Unset: whichever is in force.
+        `dry_run`: Checks the document and returns the changes, but makes none.
+        `reason`: Reason, for the audit log and lists of versions; up to 200 printable characters.
+        `request_id`: Idempotency key: see the service. Not a UUID: InvalidRequest.
+        """
+        request = wire.request(
+            fleet_pb2.ApplyFleetRequest,
+            document=document,
+            base_directory=base_directory,
+            from_settings=from_settings,
+            expected_number=expected_number,
+            dry_run=dry_run,
+            reason=reason,
+            request_id=request_id or str(uuid.uuid4()),
+        )
+        response = await self._call(self._stub.ApplyFleet, request)
+        return wire.read(AppliedFleet, response)
+
+    async def list_fleet_versions(
+        self, *, page_size: int = 0, before_number: int = 0
+    ) -> list[FleetVersion]:
+        """Lists the versions of the fleet, newest first.
+
+        `page_size`: Largest number of versions, 1 to 1000. Default 100.
+        `before_number`: Only versions with a smaller number; 0: from the newest.
+        """
+        request = wire.request(
+            fleet_pb2.ListFleetVersionsRequest, page_size=page_size, before_number=before_number
+        )
+        response = await self._call(self._stub.ListFleetVersions, request)
+        return [wire.read(FleetVersion, each) for each in response.versions]
+
 
 class BlockingAdminCalls(BlockingUnaryClient):
     """Blocking twins of `AsyncAdminCalls`."""
@@ -887,6 +954,9 @@ class BlockingAdminCalls(BlockingUnaryClient):
     delete_alert_webhook = blocking(AsyncAdminCalls.delete_alert_webhook)
     test_alert_webhook = blocking(AsyncAdminCalls.test_alert_webhook)
     erase_end_user = blocking(AsyncAdminCalls.erase_end_user)
+    get_fleet = blocking(AsyncAdminCalls.get_fleet)
+    apply_fleet = blocking(AsyncAdminCalls.apply_fleet)
+    list_fleet_versions = blocking(AsyncAdminCalls.list_fleet_versions)
 
 
 class AsyncBillingCalls(UnaryClient):

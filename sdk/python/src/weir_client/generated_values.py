@@ -1815,6 +1815,89 @@ class AppliedConfiguration(Value):
 
 
 @dataclass(frozen=True, slots=True)
+class FleetVersion(Value):
+    """One version of the fleet. Versions are only added; the newest one is in force."""
+
+    number: int = 0
+    """Number, from 1. 0: no version is stored, and each process serves the fleet of its
+    settings."""
+    document: str = ""
+    """The fleet in canonical form: YAML with the keys of a fleet file, without defaults, with
+    absolute paths on the machines of the servers. Empty in lists."""
+    digest: str = ""
+    """SHA-256 of the document, in hexadecimal."""
+    actor: str = ""
+    """Author: the prefix of an API key, or "system" for the file of a server's settings."""
+    reason: str = ""
+    """Reason that the author gave. May be empty."""
+    create_time: datetime | None = None
+    """Time when it was added. Unset for number 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetProcess(Value):
+    """Version that one api process serves."""
+
+    process_id: str = ""
+    """UUID of the api process."""
+    process_name: str = ""
+    """Display name of the process: "host:pid"."""
+    number: int = 0
+    """Number of the version that it serves; 0: the fleet of its settings."""
+    fault: str = ""
+    """Why it does not serve the newest version yet; empty if it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedFleet(Value):
+    """The version, and what the processes serve."""
+
+    version: FleetVersion
+    """The version. With number 0, the fleet of the settings of the process that answers."""
+    processes: tuple[FleetProcess, ...] = ()
+    """What each process serves now. Empty if `number` was set."""
+    unresponsive_process_ids: tuple[str, ...] = ()
+    """Processes that did not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetChange(Value):
+    """Difference between two fleets at one place."""
+
+    path: str = ""
+    """Place in the document, such as "models.chat.versions.v2.weight"."""
+    before_json: str = ""
+    """Value before, as JSON; empty if there was none."""
+    after_json: str = ""
+    """Value after, as JSON; empty if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetViolation(Value):
+    """Error in a document."""
+
+    line: int = 0
+    """Line, from 1; 0: the document as a whole."""
+    location: str = ""
+    """Place in the document, such as "models.chat.directory". May be empty."""
+    message: str = ""
+    """What is wrong, and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedFleet(Value):
+    """The new version, or why there is none."""
+
+    version: FleetVersion
+    """The version in force: the new one, or the present one if the document changes nothing, has
+    violations, or with `dry_run`. Without its document."""
+    changes: tuple[FleetChange, ...] = ()
+    """Changes from the version before. With `dry_run`, those that the call would make."""
+    violations: tuple[FleetViolation, ...] = ()
+    """Errors of the document: nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
 class ErasedEndUser(Value):
     """Result of an erasure."""
 

@@ -1,0 +1,162 @@
+"""Canonical document of a fleet: the same fleet again, and its differences from another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api.fleet.fleet_document import changes_between, document_of
+from api.fleet.fleet_file import (
+    Fleet,
+    FleetInvalid,
+    FleetModel,
+    FleetTarget,
+    FleetVersion,
+    parse_document,
+)
+from tests.api.test_fleet_file import MISTAKES
+
+NAMES = st.sampled_from(["chat", "code", "1", "true", "null", "a.b", "x:y", "e5"])
+WORDS = st.sampled_from(["v1", "v2", "7", "no", "v.3"])
+REGIONS = ("eu", "us", "no")
+DIRECTORIES = st.sampled_from([Path("/m/a"), Path("/m/with space"), Path("/m/ü: #1")])
+NUMBERS = st.sampled_from([0.0, 0.5, 1.0, 5.0, 1e6])
+CONFIGS: st.SearchStrategy[dict[str, Any]] = st.dictionaries(
+    st.sampled_from(["max_batch_size", "speculative_config", "yes"]),
+    st.one_of(st.integers(-5, 5), st.booleans(), st.text(max_size=4), st.lists(st.integers())),
+    max_size=2,
+)
+
+
+@st.composite
+def targets(draw: st.DrawFn) -> tuple[FleetTarget, ...]:
+    found = {}
+    for port in draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)):
+        key = draw(st.sampled_from([None, Path("/keys/one")]))
+        header = draw(st.sampled_from(["", "api-key"])) if key else ""
+        address = f"vllm://host-{port}:{port}"
+        found[address] = FleetTarget(address, draw(st.sampled_from(["", *REGIONS])), key, header)
+    return tuple(found.values())
+
+
+@st.composite
+def versions(draw: st.DrawFn, name: str) -> FleetVersion:
+    weight = draw(NUMBERS) if name else 1.0
+    if draw(st.booleans()):
+        directory = draw(st.one_of(st.none(), DIRECTORIES))
+        found = draw(targets())
+        return FleetVersion(
+            name,
+            "remote",
+            directory,
+            weight,
+            replica_count_min=len(found),
+            replica_count_max=len(found),
+            targets=found,
+            share_prefixes=draw(st.booleans()),
+        )
+    engine = draw(st.sampled_from(["torch", "tensorrt", "simulated"]))
+    count_min, more = draw(st.integers(0, 3)), draw(st.integers(0, 2))
+    return FleetVersion(
+        name,
+        engine,  # type: ignore[arg-type]
+        draw(DIRECTORIES),
+        weight,
+        region=draw(st.sampled_from(["", *REGIONS])),
+        replica_count_min=count_min,
+        replica_count_max=max(count_min + more, 1),
+        idle_timeout_s=draw(st.sampled_from([None, 0.0, 600.0])),
+        memory_bytes=draw(st.sampled_from([0, 1 << 30])),
+        engine_config=draw(CONFIGS) if engine == "tensorrt" else {},
+        gpus=() if engine == "simulated" else draw(st.sampled_from([(), ("0",), ("1", "2")])),
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn, name: str) -> FleetModel:
+    labels = draw(st.one_of(st.just([""]), st.lists(WORDS, min_size=1, max_size=3, unique=True)))
+    found = [draw(versions(label)) for label in labels]
+    if not sum(each.weight for each in found):
+        found[0] = replace(found[0], weight=1.0)
+    policy = draw(st.sampled_from(["prefix_aware", "least_loaded", "round_robin"]))
+    return FleetModel(name, tuple(found), policy, draw(NUMBERS) % 600)  # type: ignore[arg-type]
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> Fleet:
+    names = draw(st.lists(NAMES, min_size=1, max_size=3, unique=True))
+    found = tuple(draw(models(name)) for name in names)
+    aliases = draw(st.dictionaries(st.sampled_from(["latest", "no"]), st.sampled_from(names)))
+    regions = {name: tuple(each for each in REGIONS if each != name)[:1] for name in REGIONS}
+    regions |= {"mars": ()}
+    memory_bytes = draw(st.sampled_from([None, 1 << 36]))
+    return Fleet(found, aliases, regions, memory_bytes, draw(st.sampled_from([(), ("0", "1")])))
+
+
+@given(fleets())
+def test_the_document_of_a_fleet_is_the_fleet(fleet: Fleet) -> None:
+    document = document_of(fleet)
+
+    again = parse_document(document, None)
+
+    assert again == fleet
+    assert document_of(again) == document
+
+
+@given(fleets(), fleets())
+def test_there_are_differences_exactly_if_the_documents_differ(a: Fleet, b: Fleet) -> None:
+    """The order counts: requests are drawn by it."""
+    changes = changes_between(a, b)
+
+    assert bool(changes) is (document_of(a) != document_of(b))
+    assert not changes_between(a, a)
+
+
+def test_a_difference_names_its_place() -> None:
+    one = "models: {a: {versions: {v1: {directory: /m}, v2: {directory: /n}}}}"
+    other = """
+models:
+  a: {versions: {v2: {directory: /n, weight: 3}, v1: {directory: /m}}}
+  b: {engine: remote, targets: ["vllm://h:1"]}
+"""
+
+    changes = changes_between(parse_document(one, None), parse_document(other, None))
+
+    assert [(each.path, each.before, each.after) for each in changes] == [
+        ("models.a.versions (order)", ["v1", "v2"], ["v2", "v1"]),
+        ("models.a.versions.v2.weight", None, 3.0),
+        ("models.b", None, {"engine": "remote", "targets": {"vllm://h:1": {}}}),
+    ]
+
+
+@pytest.mark.parametrize(
+    "relative",
+    [
+        "directory: here",
+        "directory: /m, engine: remote, targets: [{address: 'vllm://a:1', key_file: k}]",
+    ],
+)
+def test_a_relative_path_needs_a_folder(relative: str) -> None:
+    content = f"models: {{chat: {{{relative}}}}}"
+
+    with pytest.raises(FleetInvalid, match="must be absolute"):
+        parse_document(content, None)
+    [model] = parse_document(content, Path("/srv")).models
+
+    assert model.versions[0].directory is not None
+    assert model.versions[0].directory.is_absolute()
+
+
+def test_each_mistake_of_a_file_is_found_in_a_document() -> None:
+    """The call has the parser of the file, so it finds the same mistakes, in the same lines."""
+    contents = [line for line in MISTAKES.strip().splitlines() if not line.startswith("    ")]
+    for content in contents:
+        text = "" if content == "(empty)" else content.replace("\\n", "\n")
+        with pytest.raises(FleetInvalid) as caught:
+            parse_document(text, Path("/srv"))
+        assert all(each.line >= 1 and each.message for each in caught.value.errors)
