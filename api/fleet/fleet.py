@@ -916,11 +916,11 @@ class FleetBuilder:
 
         found = LaunchedVersion(
             served,
-            launcher,
             launcher.build(settings.home) if before is None else before.launcher,
             launcher.terms,
             is_local=launcher.is_local,
             ends_with_service=launcher.is_local and not launcher.keep_running,
+            source=launcher,
         )
         if before is not None:
             found.members += before.members[: version.replica_count_max]

@@ -77,12 +77,12 @@ class LaunchedVersion:
     """
 
     served: str
-    source: FleetLauncher
     launcher: Launcher
     terms: LaunchTerms
     is_local: bool = False
     ends_with_service: bool = False
     members: list[tuple[Place, ManagedEngine]] = field(default_factory=list)
+    source: FleetLauncher | None = None
 
 
 class Launching:

@@ -70,7 +70,8 @@ class World:
             "chat", self.servers, terms, is_local=is_local, ends_with_service=is_local
         )
         version.members.append((self.place, cast(ManagedEngine, cast(Any, WantingEngine()))))
-        self.launching = Launching(database_url, uuid.uuid4(), [version], {})
+        self.launching = Launching(database_url, uuid.uuid4())
+        self.launching.become([version], {})
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

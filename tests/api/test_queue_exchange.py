@@ -31,7 +31,8 @@ class Member:
         self.id = uuid.uuid4()
         self.queue = FairQueue(limits or QueueSettings(), EngineStatistics)
         self.queue.window.has_room = lambda rank: False  # type: ignore[method-assign]
-        self.exchange = QueueExchange({pool: self.queue}, url, self.id)
+        self.exchange = QueueExchange(url, self.id)
+        self.exchange.become({pool: self.queue})
         self.exchange.note_processes(2)
         self.task: asyncio.Task[None]
 

@@ -61,7 +61,8 @@ async def serve(database_url: str, directory: Path) -> None:
     launched = LaunchedVersion(SERVED, SlowLauncher(terms, directory / "launched"), LaunchTerms())
     (directory / f"process-{os.getpid()}").write_text(str(process_id))
     launched.members.append((place, cast(ManagedEngine, cast(Any, WantingEngine()))))
-    launching = Launching(database_url, process_id, [launched], {})
+    launching = Launching(database_url, process_id)
+    launching.become([launched], {})
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(launching.run())
         while True:
