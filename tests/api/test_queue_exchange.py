@@ -118,7 +118,7 @@ async def test_a_database_that_is_away_leaves_each_process_its_own_order(
         await until(lambda: two.waiting_elsewhere() == 3, "the backlog of the first")
         honest = two.exchange._reports.exchange
 
-        async def away(report: bytes, silent_s: float) -> list[QueueReportRow]:
+        async def away(pools: object, report: bytes, silent_s: float) -> list[QueueReportRow]:
             await two.exchange._reports.close()
             raise psycopg.OperationalError("gone")
 
