@@ -78,12 +78,12 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 100_195),
     "fault injection": (("chaos/",), 1_059),
     "command line": (("sdk/python/src/weir_cli/",), 8_393),
-    "Python client": (("sdk/python/",), 7_326),
-    "TypeScript client": (("sdk/typescript/",), 6_434),
+    "Python client": (("sdk/python/",), 7_471),
+    "TypeScript client": (("sdk/typescript/",), 6_565),
     "benchmarks": (("bench/",), 10_945),
     "demo": (("demo/",), 4_535),
-    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_645),
-    "tests": (("tests/",), 123_705),
+    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_646),
+    "tests": (("tests/",), 123_929),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")

@@ -38,7 +38,7 @@ pytestmark = needs("envoy")
 
 CONFIGURATION = ROOT / "infra" / "edge" / "envoy.yaml"
 UPSTREAM_NAME = "weir-api.internal"  # of the file, and in the certificate of the processes
-HOSTS = ("127.0.0.11", "127.0.0.12", "127.0.0.13")
+ADDRESSES = ("127.0.0.11", "127.0.0.12", "127.0.0.13")
 STREAM_AGE_S, CONNECTION_AGE_S = 2, 1  # in the file: 30 minutes and an hour
 TIME_SCALE = 0.25  # of the simulated engine: about 2 ms per token
 SLOW_TOKENS = 3000  # an answer that outlives three streams
@@ -65,7 +65,7 @@ class Edge:
     def hosts(self, cluster: str) -> dict[str, dict[str, int]]:
         """Return counters of each healthy process in a cluster, by its address."""
         found = {}
-        statuses = json.loads(self._asked("clusters?format=json"))["cluster_statuses"]
+        statuses = json.loads(self._fetched("clusters?format=json"))["cluster_statuses"]
         [status] = [each for each in statuses if each["name"] == cluster]
         for host in status.get("host_statuses", ()):
             flags = {name for name, value in host["health_status"].items() if value is True}
@@ -76,10 +76,10 @@ class Edge:
 
     def counter(self, name: str) -> int:
         """Return a counter of Envoy."""
-        stats = json.loads(self._asked(f"stats?format=json&filter=^{name}$"))["stats"]
+        stats = json.loads(self._fetched(f"stats?format=json&filter=^{name}$"))["stats"]
         return int(stats[0]["value"])
 
-    def _asked(self, path: str) -> bytes:
+    def _fetched(self, path: str) -> bytes:
         with urllib.request.urlopen(f"{self.admin}/{path}", timeout=PATIENCE_S) as answer:
             content: bytes = answer.read()
         return content
@@ -118,13 +118,13 @@ def edge(
     authority = new_certificate("authority", authority=True)
     ca, _ = authority.write(directory, "ca")
     certificate, key = new_certificate(
-        "server", authority, hosts=[UPSTREAM_NAME, "localhost", *HOSTS]
+        "server", authority, hosts=[UPSTREAM_NAME, "localhost", *ADDRESSES]
     ).write(directory, "tls")
     grpc_port, http_port, admin_port, port = (free_port() for _ in range(4))
     with ExitStack() as stack:
         url = stack.enter_context(new_database(postgres_server, template=template_database))
         services = []
-        for host in HOSTS:
+        for host in ADDRESSES:
             home = directory / host
             home.mkdir()
             (home / "journal").symlink_to(directory / "journal")
@@ -183,7 +183,7 @@ def configured(directory: Path, grpc_port: int, http_port: int, admin_port: int,
     for cluster, its_port in zip(static["clusters"], (grpc_port, http_port), strict=True):
         cluster["load_assignment"]["endpoints"][0]["lb_endpoints"] = [
             {"endpoint": {"address": {"socket_address": {"address": host, "port_value": its_port}}}}
-            for host in HOSTS
+            for host in ADDRESSES
         ]
     path = directory / "envoy.yaml"
     path.write_text(yaml.safe_dump(configuration))
@@ -243,16 +243,16 @@ async def test_a_stream_outlives_the_age_of_streams_and_connections(
 
 async def test_a_rolling_restart_loses_nothing(edge: Edge, tenant: Tenant) -> None:
     """HTTP requests are not repeated by their client, nor is their status anything but 200."""
-    over, asked = asyncio.Event(), {"grpc": 0, "http": 0}
+    over, sent = asyncio.Event(), {"grpc": 0, "http": 0}
 
     async def by_grpc(client: AsyncClient) -> None:
         while not over.is_set():
-            asked["grpc"] += 1
+            sent["grpc"] += 1
             assert await answer(client, SHORT_TOKENS) == SHORT_TOKENS
 
     async def by_http(http: httpx2.AsyncClient) -> None:
         while not over.is_set():
-            asked["http"] += 1
+            sent["http"] += 1
             assert await completion(http) == SHORT_TOKENS
 
     async with (
@@ -269,9 +269,9 @@ async def test_a_rolling_restart_loses_nothing(edge: Edge, tenant: Tenant) -> No
             await until(lambda: edge.serves(*edge.services), "Envoy to find all processes")
         over.set()
 
-    assert min(asked.values()) > 20
+    assert min(sent.values()) > 20
     delivered = edge.services[0].database.delivered(tenant)
-    assert sorted(delivered.values()) == [SHORT_TOKENS] * sum(asked.values())
+    assert sorted(delivered.values()) == [SHORT_TOKENS] * sum(sent.values())
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
@@ -388,7 +388,7 @@ def is_even(counts: Sequence[int]) -> bool:
 
 def web_message(message: Any) -> bytes:
     """Return a message as gRPC-Web sends it."""
-    content = message.SerializeToString()
+    content: bytes = message.SerializeToString()
     return struct.pack(">BI", 0, len(content)) + content
 
 

@@ -139,7 +139,7 @@ async def test_a_client_that_does_not_read_does_not_hold_up_the_drain(launch: St
 
 
 async def test_a_server_without_requests_drains_for_the_notice(launch: Start) -> None:
-    """Else a balancer that checks once a second sends requests on connections that close."""
+    """Otherwise a balancer that checks once a second sends requests on connections that close."""
     service = launch(drain_notice_s=NOTICE_S)
     tenant = await service.tenant(LIMITS)
     with connect(service, tenant.secret) as client:

@@ -43,7 +43,12 @@ _CLASSES: Mapping[str, type[errors.WeirError]] = {
 OVERWRITTEN = "Internal error from Core"
 RESET = "RST_STREAM"  # in grpcio's details if a stream was reset, by a proxy for example
 # Words of gRPC for a server that was not reached, and remedies by words of its reason.
-NOT_REACHED = ("failed to connect", "errors resolving", "DNS resolution failed")
+NOT_REACHED = (
+    "failed to connect",
+    "to all backends failing",
+    "errors resolving",
+    "DNS resolution failed",
+)
 HINTS = {
     "WRONG_VERSION_NUMBER": (
         "the server does not use TLS: prefix its address with http://, or pass tls=False"
