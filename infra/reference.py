@@ -144,8 +144,8 @@ WEIR_NATIVE|engine worker|text|1|0, 1, avx2, avx_vnni, avx512, avx512_vnni, avx5
     0 computes with torch, without the native decoder; a level excludes better ones.
 WEIR_NATIVE_CACHE|engine worker|path|weir/native in the user's cache|
     Directory of compiled libraries.
-WEIR_ADDRESS|client|address|that of `weir up`|`host:port`
-    Server that commands and SDKs call.
+WEIR_ADDRESS|client|address|that of `weir up`|`host:port`, or several with commas between
+    Server that commands and SDKs call. Several are used in turn, and without one that is lost.
 WEIR_API_KEY|client|secret|that of `weir up`|
     Your key, for developers' commands and SDKs.
 WEIR_ADMIN_KEY|client|secret|that of `weir up`|

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 DAY = timedelta(days=1)
+LOOPBACK = ("localhost", "127.0.0.1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,6 @@ def new_certificate(
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.now(UTC)
-    loopback = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
     builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -78,9 +78,17 @@ def new_certificate(
     )
     if not authority:
         builder = builder.add_extension(
-            x509.SubjectAlternativeName([x509.DNSName(host) for host in hosts] or loopback),
+            x509.SubjectAlternativeName([general_name(host) for host in hosts or LOOPBACK]),
             critical=False,
         )
     return Certificate(
         builder.sign(key if issuer is None else issuer.private_key, hashes.SHA256()), key
     )
+
+
+def general_name(host: str) -> x509.GeneralName:
+    """Return the name of a host in a certificate, an IP address if it is one."""
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)

@@ -176,6 +176,7 @@ class Service:
             "issuer_name": "Weir Operations GmbH",
             "issuer_address": "Brückenstraße 12 | 10179 Berlin",
             "issuer_payment": "IBAN DE02 1005",
+            "drain_notice_s": 0.01,  # tests have no balancers
             "auth_failures_per_minute": 0,  # off: all tests share an address and use invalid keys
         }
         self.settings = Settings.of(database_url=database_url, home=home, **(usual | settings))

@@ -448,7 +448,8 @@ class DrainSettings:
     # How long running requests may go on after SIGTERM. Then they are stopped and settled.
     timeout_s: float = setting("WEIR_DRAIN_S", 30.0, positive(3600))
     # How long a process still accepts connections after SIGTERM, and reports that it drains, until
-    # load balancers have noticed.
+    # load balancers have noticed. Set it longer than two of their health checks. A process without
+    # requests stays for as long.
     notice_s: float = setting("WEIR_DRAIN_NOTICE_S", 1.0, positive(3600))
 
 

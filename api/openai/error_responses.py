@@ -24,6 +24,8 @@ from metering.quotas.quota_rules import DIMENSIONS, Kind
 
 # Non-standard status that proxies log for a closed connection; clients do not retry it.
 CLIENT_CLOSED = 499
+# Has the reason where a proxy can read it: an answer with DRAINING may be sent to another process.
+REASON_HEADER = "weir-reason"
 INVALID_HTTP = "invalid_http"  # error code for input that is not HTTP
 # Seconds. OpenAI's clients wait at most this long and would otherwise retry too early.
 CLIENT_WAIT_MAX_S = 120.0
@@ -245,7 +247,8 @@ def error_response(
     kind, code = category(http_status, info)
     retry = detail_of(status, error_details_pb2.RetryInfo)
     wait_s = None if retry is None else retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
-    headers = retry_headers(http_status, wait_s) | refusal_headers(info.metadata)
+    headers = {REASON_HEADER: info.reason, **retry_headers(http_status, wait_s)}
+    headers |= refusal_headers(info.metadata)
     if http_status == 401:
         headers["www-authenticate"] = "Bearer"
     page = detail_of(status, error_details_pb2.Help)

@@ -97,7 +97,11 @@ def test_a_retry_after_is_sent_in_every_form_that_clients_read() -> None:
     refusal = error_response(status_of(StartsTooLate(wait_s=3.0, left_s=1.0, retry_after_s=2.0005)))
 
     assert refusal.http_status == 503
-    assert refusal.headers == {"retry-after": "3", "retry-after-ms": "2001"}
+    assert refusal.headers == {
+        "weir-reason": "STARTS_TOO_LATE",
+        "retry-after": "3",
+        "retry-after-ms": "2001",
+    }
     facts = {"reason": "STARTS_TOO_LATE", "estimated_wait_s": "3.000"}
     assert refusal.body()["error"]["weir"] == facts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from pathlib import Path
 
 import grpc
@@ -23,11 +24,12 @@ from tests.service import MODEL, PLAIN_IDS, Refusal, Stream, health_check, log_e
 
 pytestmark = pytest.mark.faults
 
+NOTICE_S = 2.0
 LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
 
 
 async def test_running_requests_finish_and_new_ones_are_sent_away(launch: Start) -> None:
-    service = launch(drain_notice_s=30)  # keeps the connection open until the test has used it
+    service = launch(drain_notice_s=8)  # keeps the connection open until the test has used it
     tenant = await service.tenant(LIMITS)
     worker_pid = service.worker_pid
     assert worker_pid is not None
@@ -134,6 +136,24 @@ async def test_a_client_that_does_not_read_does_not_hold_up_the_drain(launch: St
         assert await asyncio.to_thread(service.wait_ended) == 0
     assert "held" not in service.database.holds(tenant)
     check_invariants(service.database_url, all_ended=True)
+
+
+async def test_a_server_without_requests_drains_for_the_notice(launch: Start) -> None:
+    """Otherwise a balancer that checks once a second sends requests on connections that close."""
+    service = launch(drain_notice_s=NOTICE_S)
+    tenant = await service.tenant(LIMITS)
+    with connect(service, tenant.secret) as client:
+        client.completions.create(model=MODEL, prompt="Hi", max_tokens=1)
+        began = time.monotonic()
+
+        service.terminate()
+
+        await until(lambda: log_events(service.log, "draining"), "the drain to begin")
+        with pytest.raises(openai.InternalServerError) as refused:
+            client.completions.create(model=MODEL, prompt="Hi", max_tokens=1)
+        assert refused.value.response.headers["weir-reason"] == "DRAINING"
+        assert await asyncio.to_thread(service.wait_ended) == 0
+    assert time.monotonic() - began >= NOTICE_S
 
 
 async def test_new_connections_go_elsewhere_while_old_streams_finish(launch: Start) -> None:

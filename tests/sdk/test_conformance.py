@@ -440,9 +440,15 @@ async def test_retries_what_was_not_taken(service: Service) -> None:
     assert service.database.delivered(tenant) == {result.request_id: 12}
 
 
-async def test_makes_a_dropped_call_again() -> None:
-    """A stopping gRPC server answers CANCELLED without our details to new calls."""
-    dropped = scripted.status("CANCELLED", "CANCELLED", "")
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [("CANCELLED", "CANCELLED"), ("INTERNAL", "Received RST_STREAM with error code 2")],
+)
+async def test_makes_a_dropped_call_again(code: str, message: str) -> None:
+    """A stopping gRPC server answers CANCELLED without our details to new calls, and a proxy resets
+    streams, which gRPC reports as INTERNAL.
+    """
+    dropped = scripted.status(code, message, "")
 
     async def drop(stream: scripted.ServerStream) -> None:
         await stream.read_start()

@@ -196,6 +196,69 @@ def test_an_unreachable_server_is_named_with_what_was_tried(built: Path) -> None
     assert all("the server at 127.0.0.1:1 without TLS cannot be reached" in line for line in lines)
 
 
+def test_several_addresses_share_calls_and_a_lost_one_is_replaced(
+    built: Path, service: Service
+) -> None:
+    """Two proxies lead to one service, and a third accepts connections and says nothing."""
+    tenant = asyncio.run(service.tenant())
+    host, _, port = service.address.rpartition(":")
+    script = f"""
+        import {{ createServer, connect }} from "node:net";
+        import {{ once }} from "node:events";
+        import {{ WeirClient }} from "{built / "src" / "index.js"}";
+        const proxies = await Promise.all([true, true, false].map(async (isOpen) => {{
+          const proxy = {{ isOpen, count: 0, sockets: new Set() }};
+          proxy.server = createServer((socket) => {{
+            proxy.count += 1;
+            proxy.sockets.add(socket);
+            socket.on("error", () => {{}});
+            if (!proxy.isOpen) return;
+            const behind = connect({port}, "{host}");
+            proxy.sockets.add(behind);
+            behind.on("error", () => {{}});
+            socket.pipe(behind).pipe(socket);
+          }}).listen(0, "127.0.0.1");
+          await once(proxy.server, "listening");
+          proxy.address = `127.0.0.1:${{proxy.server.address().port}}`;
+          return proxy;
+        }}));
+        const client = new WeirClient({{
+          address: proxies.map((each) => each.address).reverse(), apiKey: "{tenant.secret}",
+        }});
+        await client.listModels();
+        while (proxies.some(({{ count }}) => !count)) await client.listModels();
+        let tokenCount = 0;
+        const generation = client.generate("{MODEL}", {{
+          tokenIds: {list(range(7, 17))}, maxOutputTokens: 400, ignoreEos: true,
+        }});
+        for await (const delta of generation) {{
+          if (tokenCount === 0) {{
+            proxies[0].isOpen = false;
+            for (const each of proxies) for (const socket of each.sockets) socket.destroy();
+          }}
+          tokenCount += delta.tokenIds.length;
+        }}
+        console.log(tokenCount, (await client.listModels()).length > 0);
+        await client.close();
+        for (const each of proxies) {{
+          each.server.close();
+          for (const socket of each.sockets) socket.destroy();
+        }}
+        for (const address of ["https://a:1,http://b:1", "a:1,", ["a:1", "b/v1"], [1]])
+          try {{ new WeirClient({{ address, apiKey: "key" }}); }}
+          catch (error) {{ console.log(error.plainMessage); }}
+    """
+
+    tokens, mixed, empty, path, number = evaluated(script)
+
+    assert tokens == "400 true"
+    assert "the same scheme" in mixed
+    assert "must be host:port" in empty
+    assert "has a path" in path
+    assert "a list of strings" in number
+    assert sum(service.database.delivered(tenant).values()) == 400
+
+
 def test_administrators_have_their_calls(built: Path, service: Service) -> None:
     """From an organization to its bill; every value becomes JSON, every error names its field."""
     admin = asyncio.run(service.tenant(scopes=("admin",)))

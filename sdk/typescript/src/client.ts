@@ -55,10 +55,10 @@ export class WeirClient implements AsyncDisposable {
   constructor(options: ClientOptions = {}) {
     this.connection = new Connection(resolveSettings(options));
     const { settings } = this.connection;
-    this.stream = new SharedStream(() => this.connection.openGenerate(), tried(settings));
+    this.stream = new SharedStream(this.connection, tried(settings));
   }
 
-  /** Address that this client connects to. */
+  /** Address that this client connects to; several with commas between. */
   get address(): string {
     return this.connection.settings.address;
   }

@@ -36,6 +36,7 @@ import {
   type GenerateResponse,
   GenerateResponseSchema,
 } from "./gen/weir/v1/inference_service_pb.js";
+import { BalancedClients, ROUND_ROBIN } from "./balancing.js";
 import { closingController, pause } from "./pause.js";
 import { errorFromRpc } from "./status.js";
 import { resolveTls, type Tls, type TlsOptions } from "./tls.js";
@@ -56,9 +57,9 @@ const RETRY_WAIT_MAX_MS = 10_000; // the error is thrown if the wait would be lo
 export interface ClientOptions extends TlsOptions {
   /**
    * `host:port`, `unix:/path`, or either after `https://` or `http://`. Default `WEIR_ADDRESS`,
-   * then this machine.
+   * then this machine. Several servers: a list, or commas between.
    */
-  readonly address?: string;
+  readonly address?: string | readonly string[];
   /** Default `WEIR_API_KEY`; empty: call without a key. */
   readonly apiKey?: string;
   /**
@@ -140,6 +141,7 @@ const KNOWN: Readonly<Record<keyof ClientOptions, true>> = {
   clientKey: true,
 };
 const CLIENT_OPTIONS = Object.keys(KNOWN);
+const LISTS = /^ipv[46]:/; // those that are lists themselves
 const SCHEMES = [
   ["https://", true],
   ["grpcs://", true],
@@ -159,13 +161,10 @@ export function resolveSettings(
   keyVariables: readonly string[] = ["WEIR_API_KEY"],
 ): ConnectionSettings {
   checkKnown(options, CLIENT_OPTIONS);
-  let address = options.address || environment["WEIR_ADDRESS"] || DEFAULT_ADDRESS;
-  let secureScheme: boolean | undefined;
-  for (const [scheme, secure] of SCHEMES) {
-    if (!address.startsWith(scheme)) continue;
-    address = address.slice(scheme.length).replace(/\/+$/, "");
-    secureScheme ??= secure;
-  }
+  const { address, isSecure } = resolveAddresses(
+    options.address?.length ? "address" : "WEIR_ADDRESS",
+    (options.address?.length && options.address) || environment["WEIR_ADDRESS"] || DEFAULT_ADDRESS,
+  );
   const variable = keyVariables.find((each) => environment[each] !== undefined);
   const apiKey = options.apiKey ?? environment[variable ?? ""];
   if (apiKey === undefined)
@@ -174,7 +173,6 @@ export function resolveSettings(
     throw new Unauthenticated(
       "the API key holds characters that no key has; was it copied in full?",
     );
-  checkAddress(options.address ? "address" : "WEIR_ADDRESS", address);
   const { timeoutMs } = options;
   if (timeoutMs !== undefined && !(typeof timeoutMs === "number" && timeoutMs > 0))
     throw invalid("timeoutMs", `must be a number of milliseconds above 0, not ${timeoutMs}`);
@@ -184,7 +182,7 @@ export function resolveSettings(
   return {
     address,
     apiKey: apiKey.trim(),
-    tls: resolveTls(options, secureScheme, local, environment),
+    tls: resolveTls(options, isSecure, local, environment),
     maxMessageBytes: options.maxMessageBytes ?? MESSAGE_BYTES_MAX,
     keepaliveMs: options.keepaliveMs ?? KEEPALIVE_MS,
     retry: new RetryPolicy(options.maxRetries ?? 2, options.retryWaitMaxMs ?? RETRY_WAIT_MAX_MS),
@@ -192,6 +190,35 @@ export function resolveSettings(
     labels: labels ?? {},
     endUser,
   };
+}
+
+/** Splits addresses at their commas. A list that gRPC resolves, such as ipv4:…, is one. */
+function splitAddresses(address: string): string[] {
+  return LISTS.test(address) ? [address] : address.split(",").map((each) => each.trim());
+}
+
+/**
+ * Returns the addresses without schemes, with commas between, and whether they require TLS. `field`
+ * is their source. Throws InvalidRequest for an invalid address, or if only some mean TLS.
+ */
+function resolveAddresses(
+  field: string,
+  given: string | readonly string[],
+): { address: string; isSecure: boolean | undefined } {
+  const addresses = typeof given === "string" ? splitAddresses(given) : given;
+  if (!Array.isArray(addresses) || !addresses.every((each) => typeof each === "string"))
+    throw invalid(field, "must be a string or a list of strings");
+  const schemes = new Set<boolean | undefined>();
+  const targets = addresses.map((each: string) => {
+    const [scheme, isSecure] = SCHEMES.find(([prefix]) => each.startsWith(prefix)) ?? [""];
+    schemes.add(isSecure);
+    const target = scheme ? each.slice(scheme.length).replace(/\/+$/, "") : each;
+    checkAddress(field, target || ":");
+    return target;
+  });
+  if (schemes.size > 1)
+    throw invalid(field, "must have the same scheme for all servers: https:// or http://, or none");
+  return { address: targets.join(","), isSecure: [...schemes][0] };
 }
 
 /** Checks the form of an address. `field`: where it comes from. Throws InvalidRequest. */
@@ -216,8 +243,13 @@ const LOOPBACK = new BlockList();
 LOOPBACK.addSubnet("127.0.0.0", 8);
 LOOPBACK.addAddress("::1", "ipv6");
 
-/** Returns whether an address is on this machine: a unix socket, `localhost`, or a loopback IP. */
+/**
+ * Returns whether an address is on this machine: a unix socket, `localhost`, or a loopback IP.
+ * Several addresses are if each of them is.
+ */
 export function isLocal(address: string): boolean {
+  const addresses = splitAddresses(address);
+  if (addresses.length > 1) return addresses.every(isLocal);
   if (address.startsWith("unix:") || address.startsWith("unix-abstract:")) return true;
   const hostAndPort = address.slice(address.lastIndexOf("/") + 1);
   const host = hostAndPort
@@ -234,7 +266,7 @@ export type GenerateCall = ClientDuplexStream<GenerateRequest, GenerateResponse>
 
 /** One channel with its credentials. */
 export class Connection {
-  private readonly client: Client;
+  private readonly clients: BalancedClients;
   private readonly closing = closingController();
 
   constructor(readonly settings: ConnectionSettings) {
@@ -246,18 +278,27 @@ export class Connection {
           tls.clientCertificate ?? null,
         )
       : credentials.createInsecure();
-    this.client = new Client(settings.address, security, channelOptions(settings));
+    this.clients = new BalancedClients(
+      splitAddresses(settings.address).map(
+        (address) => new Client(address, security, channelOptions(settings, address)),
+      ),
+    );
+  }
+
+  /** Waits until a call can be made; undefined if that is so now. */
+  connected(): Promise<void> | undefined {
+    return this.clients.connected();
   }
 
   /** Closes the channel. */
   close(): void {
     this.closing.abort();
-    this.client.close();
+    this.clients.close();
   }
 
   /** Opens the stream that all requests of a client share. */
   openGenerate(): GenerateCall {
-    return this.client.makeBidiStreamRequest(
+    return this.clients.next().makeBidiStreamRequest(
       "/weir.v1.InferenceService/Generate",
       (message: GenerateRequest) => Buffer.from(toBinary(GenerateRequestSchema, message)),
       (bytes: Buffer) => fromBinary(GenerateResponseSchema, bytes),
@@ -285,6 +326,8 @@ export class Connection {
     const request = toBinary(method.input, create(method.input, init));
     for (let attempt = 0; ; attempt += 1) {
       try {
+        const ready = this.ready(timeoutMs, signal);
+        if (ready !== undefined) await ready;
         return await this.attempt(
           method,
           request,
@@ -309,15 +352,17 @@ export class Connection {
   }
 
   /** Makes one call with streamed responses; returns all of them. Throws a WeirError. */
-  collect<Method extends DescMethodServerStreaming>(
+  async collect<Method extends DescMethodServerStreaming>(
     method: Method,
     init: MessageInitShape<Method["input"]>,
     { timeoutMs = this.settings.timeoutMs ?? UNARY_TIMEOUT_MS, signal }: CallOptionsOf = {},
   ): Promise<MessageShape<Method["output"]>[]> {
+    const ready = this.ready(timeoutMs, signal);
+    if (ready !== undefined) await ready;
     return new Promise((resolve, reject) => {
       if (signal?.aborted) return reject(signal.reason);
       const received: MessageShape<Method["output"]>[] = [];
-      const call = this.client.makeServerStreamRequest(
+      const call = this.clients.next().makeServerStreamRequest(
         `/${method.parent.typeName}/${method.name}`,
         (message: Uint8Array) => Buffer.from(message),
         (bytes: Buffer) => fromBinary(method.output, bytes) as MessageShape<Method["output"]>,
@@ -357,7 +402,7 @@ export class Connection {
         return;
       }
       const options: CallOptions = { deadline: Date.now() + remainingMs };
-      const call = this.client.makeUnaryRequest(
+      const call = this.clients.next().makeUnaryRequest(
         `/${method.parent.typeName}/${method.name}`,
         (message: Uint8Array) => Buffer.from(message),
         (bytes: Buffer) => fromBinary(method.output, bytes) as MessageShape<Method["output"]>,
@@ -374,6 +419,15 @@ export class Connection {
       const abort = (): void => call.cancel();
       signal?.addEventListener("abort", abort, { once: true });
     });
+  }
+
+  /** As `connected`, for at most `timeoutMs`: the call then fails with the reason. */
+  private ready(timeoutMs: number, signal: AbortSignal | undefined): Promise<void> | undefined {
+    const connected = this.connected();
+    if (connected === undefined) return undefined;
+    const over = new AbortController();
+    const limits = [signal, this.closing.signal, over.signal];
+    return Promise.race([connected, pause(timeoutMs, limits)]).then(() => over.abort());
   }
 
   private metadata(): Metadata {
@@ -393,7 +447,7 @@ export interface CallOptionsOf {
   readonly signal?: AbortSignal | undefined;
 }
 
-function channelOptions(settings: ConnectionSettings): ChannelOptions {
+function channelOptions(settings: ConnectionSettings, address: string): ChannelOptions {
   return {
     "grpc.primary_user_agent": "weir-client-node/0.0.0",
     "grpc.max_send_message_length": settings.maxMessageBytes,
@@ -407,6 +461,8 @@ function channelOptions(settings: ConnectionSettings): ChannelOptions {
     // One subchannel per client, so that the back-off or GOAWAY of one does not affect another.
     "grpc.use_local_subchannel_pool": 1,
     "grpc.enable_retries": 0, // this client's own retries take delivered output into account
-    ...(isLocal(settings.address) ? { "grpc.enable_http_proxy": 0 } : {}),
+    ...(isLocal(address)
+      ? { "grpc.enable_http_proxy": 0 }
+      : { "grpc.service_config": ROUND_ROBIN }),
   };
 }

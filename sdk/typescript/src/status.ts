@@ -25,6 +25,7 @@ import { dimensionNamed, durationMs } from "./wire.js";
 
 const NOT_TLS = /wrong version number/; // OpenSSL's error for a plaintext response
 const NOT_REACHED = /No connection established|Name resolution failed|ECONNREFUSED|ENOTFOUND/;
+const RESET = /Received RST_STREAM/; // of grpc-js, if a stream was reset, by a proxy for example
 const STATUS_DETAILS_KEY = "grpc-status-details-bin";
 
 // Patterns of the contract's names in the server's texts, and the names of the options.
@@ -112,6 +113,12 @@ export function errorFromRpc(
     });
   }
   const said = (error.details || error.message).trim();
+  if (error.code === grpcStatus.INTERNAL && RESET.test(said)) {
+    return new errors.Unavailable(
+      "the stream was reset before its end, by the server or by a proxy",
+      { requestId, cause: error },
+    );
+  }
   const hint = NOT_TLS.test(said)
     ? "; the server does not use TLS: prefix its address with http://, or pass tls: false"
     : "";

@@ -8,7 +8,7 @@
 import { create, toBinary } from "@bufbuild/protobuf";
 import type { ServiceError } from "@grpc/grpc-js";
 import type { Attempt, Carrier } from "./attempt.js";
-import type { GenerateCall } from "./connection.js";
+import type { Connection, GenerateCall } from "./connection.js";
 import {
   Aborted,
   Cancelled,
@@ -35,6 +35,9 @@ const CLOSE_TIMEOUT_MS = 1000; // after the last request, the server only has to
 export const UNREADABLE = "UNREADABLE";
 const DRAINING = "DRAINING"; // the server's reason for refusing new requests
 
+/** Opens calls, and waits until one can be made. */
+export type Opener = Pick<Connection, "connected" | "openGenerate">;
+
 /**
  * One open `Generate` call and its requests.
  *
@@ -52,16 +55,18 @@ class StreamConnection implements Carrier {
   private closing = false;
   private resolveEnded: () => void = () => {};
 
+  private call: GenerateCall | undefined; // undefined until a server is connected
+
   constructor(
-    private readonly call: GenerateCall,
-    tried: string,
+    private readonly opener: Opener,
+    private readonly tried: string,
   ) {
     this.ended = new Promise((resolve) => {
       this.resolveEnded = resolve;
     });
-    call.on("data", (message: GenerateResponse) => this.read(message));
-    call.on("error", (error: ServiceError) => this.end(errorFromRpc(error, false, "", tried)));
-    call.on("end", () => this.end(new Unavailable("the server ended the stream")));
+    const connected = opener.connected();
+    if (connected === undefined) this.openCall();
+    else void connected.then(() => this.openCall());
   }
 
   /**
@@ -125,7 +130,17 @@ class StreamConnection implements Carrier {
 
   /** Ends the call at once. */
   abandon(): void {
-    this.call.cancel();
+    if (this.call) this.call.cancel();
+    else this.end(new Cancelled(CLOSED));
+  }
+
+  private openCall(): void {
+    if (!this.open) return;
+    const call = (this.call = this.opener.openGenerate());
+    call.on("data", (message: GenerateResponse) => this.read(message));
+    call.on("error", (error: ServiceError) => this.end(errorFromRpc(error, false, "", this.tried)));
+    call.on("end", () => this.end(new Unavailable("the server ended the stream")));
+    this.flush();
   }
 
   private send(frame: ClientFrame): void {
@@ -137,6 +152,7 @@ class StreamConnection implements Carrier {
 
   private flush(): void {
     this.flushIsDue = false;
+    if (this.open && this.call === undefined) return;
     let batch: ClientFrame[] = [];
     let size = 0;
     for (const frame of this.outgoing) {
@@ -154,13 +170,13 @@ class StreamConnection implements Carrier {
   }
 
   private write(frames: ClientFrame[]): void {
-    if (this.open) this.call.write(create(GenerateRequestSchema, { frames }));
+    if (this.open) this.call?.write(create(GenerateRequestSchema, { frames }));
   }
 
   private endWhenDone(): void {
     // A cancel may follow while requests run.
     if (this.closing && this.open && this.attempts.size === 0 && this.outgoing.length === 0)
-      this.call.end();
+      this.call?.end();
   }
 
   private read(message: GenerateResponse): void {
@@ -176,7 +192,7 @@ class StreamConnection implements Carrier {
       }
     } catch (error) {
       // An unreadable message ends its requests, not the client.
-      this.call.cancel();
+      this.call?.cancel();
       this.end(
         new Internal(`the server's answer could not be read: ${String(error)}`, {
           reason: UNREADABLE,
@@ -209,7 +225,7 @@ export class SharedStream {
 
   /** `tried`: address of the server, for messages. */
   constructor(
-    private readonly openCall: () => GenerateCall,
+    private readonly opener: Opener,
     private readonly tried: string,
   ) {}
 
@@ -238,7 +254,7 @@ export class SharedStream {
   resume(attempt: Attempt, frame: ClientFrame): void {
     if (this.ended) throw new Cancelled(CLOSED, { requestId: attempt.requestId });
     if (this.current === undefined || !this.current.accepting) {
-      const opened = new StreamConnection(this.openCall(), this.tried);
+      const opened = new StreamConnection(this.opener, this.tried);
       this.current = opened;
       this.running.add(opened);
       void opened.ended.then(() => this.running.delete(opened));

@@ -582,13 +582,17 @@ promise("makes-a-dropped-call-again", async () => {
       await stream.read();
       stream.abort(status.CANCELLED, "CANCELLED");
     },
+    async (stream) => {
+      await stream.read(); // and a proxy resets streams
+      stream.abort(status.INTERNAL, "Received RST_STREAM with code 2 (Internal server error)");
+    },
     answering("Hel", "lo"),
   ).open();
   server.refusals = [status.CANCELLED];
   await using client = new WeirClient({ address: server.address });
   assert.equal((await client.complete(MODEL, SHORT)).text, "Hello");
   assert.deepEqual(await client.listModels(), []);
-  assert.deepEqual([server.streamCount, server.listCount], [2, 2]);
+  assert.deepEqual([server.streamCount, server.listCount], [3, 2]);
   const controller = new AbortController();
   const listing = client.listModels({ signal: controller.signal });
   controller.abort();

@@ -117,8 +117,8 @@ AddressOption = Annotated[
     typer.Option(
         "--address",
         help=(
-            "Server: host:port, https://host:port or unix:/path. Default: $WEIR_ADDRESS, then the"
-            " server of `weir up`."
+            "Server: host:port, https://host:port or unix:/path; several with commas between."
+            " Default: $WEIR_ADDRESS, then the server of `weir up`."
         ),
     ),
 ]

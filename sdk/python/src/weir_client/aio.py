@@ -25,6 +25,7 @@ from weir_client.connection import (
     MESSAGE_BYTES_MAX,
     RETRY_WAIT_MAX_S,
     UNARY_OPTIONS,
+    Addresses,
     Connection,
     ConnectionSettings,
     LazyClient,
@@ -46,7 +47,7 @@ from weir_client.generation import AsyncGeneration
 from weir_client.options import AttachOptions, GenerateOptions, Prompt
 from weir_client.prompt import build_start, checked_prefetch, conversation, tools_shown
 from weir_client.resumption import RESUME_S
-from weir_client.stream import SharedStream
+from weir_client.stream import Call, SharedStream
 from weir_client.terms import Terms, set_keep
 from weir_client.tls import TlsOptions
 from weir_client.tools import Tool
@@ -84,7 +85,7 @@ class AsyncClient(LazyClient):
 
     def __init__(
         self,
-        address: str | None = None,
+        address: Addresses | None = None,
         api_key: str | None = None,
         *,
         max_retries: int = 2,
@@ -100,7 +101,7 @@ class AsyncClient(LazyClient):
 
         Args:
             address: `host:port`, `unix:/path`, or either after `https://` or `http://`; default
-                `WEIR_ADDRESS`, then this machine.
+                `WEIR_ADDRESS`, then this machine. Several servers: a list, or commas between.
             api_key: The key; default `WEIR_API_KEY`. An empty text calls without a key.
             max_retries: Further attempts for UNAVAILABLE, and for a quota that resets within
                 `retry_wait_max_s`; only before the first token, with the same request id.
@@ -645,11 +646,13 @@ class AsyncClient(LazyClient):
     def _open(self, connection: Connection) -> None:
         """Implement `LazyClient._open`."""
         self._stub = inference_service_pb2_grpc.InferenceServiceStub(connection.channel)
-        metadata = connection.metadata
-        self._stream = SharedStream(
-            lambda: self._stub.Generate(metadata=grpc.aio.Metadata(*metadata)),
-            tried(self._settings),
-        )
+
+        async def open_call() -> Call:
+            await connection.connected()
+            call: Call = self._stub.Generate(metadata=grpc.aio.Metadata(*connection.metadata))
+            return call
+
+        self._stream = SharedStream(open_call, tried(self._settings))
 
     async def _close(self, connection: Connection) -> None:
         """Implement `LazyClient._close`."""

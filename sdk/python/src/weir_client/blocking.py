@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack
 
-from weir_client.connection import UNARY_TIMEOUT_S
+from weir_client.connection import UNARY_TIMEOUT_S, Addresses
 from weir_client.loop_thread import LoopThread
 from weir_client.tls import TlsOptions
 from weir_client.unary import UnaryClient
@@ -85,7 +85,7 @@ class BlockingUnaryClient(BlockingClient[UnaryClient]):
 
     def __init__(
         self,
-        address: str | None = None,
+        address: Addresses | None = None,
         api_key: str | None = None,
         *,
         timeout: float = UNARY_TIMEOUT_S,
@@ -96,7 +96,7 @@ class BlockingUnaryClient(BlockingClient[UnaryClient]):
 
         Args:
             address: `host:port`, `unix:/path`, or either after `https://` or `http://`; default
-                `WEIR_ADDRESS`, then this machine.
+                `WEIR_ADDRESS`, then this machine. Several servers: a list, or commas between.
             api_key: The key; default `WEIR_ADMIN_KEY`, then `WEIR_API_KEY`. An empty text calls
                 without a key.
             timeout: Seconds for each call, retries included.

@@ -16,11 +16,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack, cast
 
 import grpc.aio
 
 from weir_client import errors
+from weir_client.balancing import ROUND_ROBIN, BalancedChannel
 from weir_client.checks import (
     check_end_user,
     check_known,
@@ -42,6 +43,7 @@ RETRY_BASE_S = 0.1  # first back-off without a retry-after of the server; double
 RETRY_WAIT_MAX_S = 10.0  # the error is raised if the wait would be longer
 
 # Other names of servers that gRPC takes, such as dns:///host:port.
+LISTS = ("ipv4:", "ipv6:")  # those that are lists themselves
 RESOLVER = re.compile(r"(unix|unix-abstract|dns|ipv4|ipv6|vsock|xds):")
 UNARY_OPTIONS = (
     "address",
@@ -53,6 +55,8 @@ UNARY_OPTIONS = (
 # Retries, broken streams and their resumption at INFO, requests at DEBUG; never a prompt or a key.
 log = logging.getLogger("weir.client")
 log.addHandler(logging.NullHandler())
+
+Addresses = str | Sequence[str]  # several: a list, or with commas between
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -134,7 +138,7 @@ class ConnectionSettings:
     @classmethod
     def resolve(
         cls,
-        address: str | None,
+        address: Addresses | None,
         api_key: str | None,
         *,
         key_variables: Sequence[str] = ("WEIR_API_KEY",),
@@ -159,10 +163,9 @@ class ConnectionSettings:
         if timeout is not None and timeout <= 0:
             raise invalid("timeout", f"must be above 0 s, not {timeout!r}; None sets no limit")
         field = "address" if address else "WEIR_ADDRESS"
-        target, scheme = without_scheme(
-            address or os.environ.get("WEIR_ADDRESS") or DEFAULT_ADDRESS
+        target, scheme = resolve_addresses(
+            field, address or os.environ.get("WEIR_ADDRESS") or DEFAULT_ADDRESS
         )
-        check_address(field, target)
         if api_key is None:
             api_key = next(
                 (os.environ[name] for name in key_variables if os.environ.get(name)), None
@@ -188,6 +191,33 @@ class ConnectionSettings:
         )
 
 
+def split_addresses(address: str) -> list[str]:
+    """Split addresses at their commas. A list that gRPC resolves, such as ipv4:…, is one."""
+    if address.startswith(LISTS):
+        return [address]
+    return [each.strip() for each in address.split(",")]
+
+
+def resolve_addresses(field: str, given: Addresses) -> tuple[str, bool | None]:
+    """Return the addresses without schemes, with commas between, and whether they require TLS.
+
+    Raises: InvalidRequest naming `field`, their source, for an invalid address, or schemes of
+    which some mean TLS and others do not.
+    """
+    addresses = split_addresses(given) if isinstance(given, str) else list(given)
+    if not all(isinstance(each, str) for each in addresses):
+        raise invalid(field, f"must be a string or a list of strings, not {given!r}")
+    parsed = [without_scheme(each) for each in addresses]
+    for target, _ in parsed:
+        check_address(field, target or ":")
+    schemes = {scheme for _, scheme in parsed}
+    if len(schemes) > 1:
+        raise invalid(
+            field, "must have the same scheme for all servers: https:// or http://, or none"
+        )
+    return ",".join(target for target, _ in parsed), schemes.pop()
+
+
 def check_address(field: str, address: str) -> None:
     """Check the syntax of an address. Raises: InvalidRequest naming `field`, its source."""
     if RESOLVER.match(address):
@@ -204,7 +234,12 @@ def check_address(field: str, address: str) -> None:
 
 
 def is_local(address: str) -> bool:
-    """Return whether an address is on this machine: Unix socket, `localhost` or a loopback IP."""
+    """Return whether an address is on this machine: Unix socket, `localhost` or a loopback IP.
+
+    Several addresses are if each of them is.
+    """
+    if "," in address and not address.startswith(LISTS):
+        return all(map(is_local, split_addresses(address)))
     if address.startswith(("unix:", "unix-abstract:")):
         return True
     host = address.rpartition("/")[2].rpartition(":")[0].strip("[]")
@@ -223,18 +258,19 @@ class Connection:
         if settings.api_key:
             self.metadata = (("authorization", f"Bearer {settings.api_key}"),)
         self._closing = asyncio.Event()
-        options = _channel_options(settings)
-        if settings.tls is not None:
-            self.channel = grpc.aio.secure_channel(
-                settings.address, settings.tls.credentials(), options
-            )
-        else:
-            self.channel = grpc.aio.insecure_channel(settings.address, options)
+        self._channels = BalancedChannel(
+            [_opened(settings, address) for address in split_addresses(settings.address)]
+        )
+        self.channel = cast(grpc.aio.Channel, self._channels)  # has what stubs use of it
+
+    async def connected(self) -> None:
+        """Wait until a call can be made, if the client has several addresses."""
+        await self._channels.connected()
 
     async def close(self) -> None:
         """Close the channel. Calls that still run or wait for a retry end as Cancelled."""
         self._closing.set()
-        await self.channel.close()
+        await self._channels.close()
 
     async def call(
         self,
@@ -298,6 +334,9 @@ class Connection:
             if self._closing.is_set():
                 raise errors.Cancelled("the client is closed")
             try:
+                with contextlib.suppress(TimeoutError):  # the call then fails with the reason
+                    async with asyncio.timeout_at(deadline):
+                        await self.connected()
                 return await call(max(0.0, deadline - loop.time()))
             except asyncio.CancelledError:
                 task = asyncio.current_task()
@@ -337,7 +376,7 @@ class LazyClient:
 
     @property
     def address(self) -> str:
-        """Address of the server."""
+        """Address of the server; several with commas between."""
         return self._settings.address
 
     def __repr__(self) -> str:
@@ -404,7 +443,14 @@ class LazyClient:
         await connection.close()
 
 
-def _channel_options(settings: ConnectionSettings) -> list[tuple[str, Any]]:
+def _opened(settings: ConnectionSettings, address: str) -> grpc.aio.Channel:
+    options = _channel_options(settings, address)
+    if settings.tls is None:
+        return grpc.aio.insecure_channel(address, options)
+    return grpc.aio.secure_channel(address, settings.tls.credentials(), options)
+
+
+def _channel_options(settings: ConnectionSettings, address: str) -> list[tuple[str, Any]]:
     options: list[tuple[str, Any]] = [
         ("grpc.primary_user_agent", f"weir-client/{_version()}"),
         ("grpc.max_send_message_length", settings.max_message_bytes),
@@ -419,7 +465,9 @@ def _channel_options(settings: ConnectionSettings) -> list[tuple[str, Any]]:
         # One subchannel per client, so that the back-off or GOAWAY of one does not affect another.
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    if is_local(settings.address):
+    if is_local(address):
         # A proxy cannot reach this machine's loopback.
         options.append(("grpc.enable_http_proxy", 0))
+    else:
+        options.append(ROUND_ROBIN)
     return options

@@ -41,8 +41,14 @@ _CLASSES: Mapping[str, type[errors.WeirError]] = {
 
 # Replaces the server's status in grpcio if a write fails as the stream ends (grpc/grpc#36066).
 OVERWRITTEN = "Internal error from Core"
+RESET = "RST_STREAM"  # in grpcio's details if a stream was reset, by a proxy for example
 # Words of gRPC for a server that was not reached, and remedies by words of its reason.
-NOT_REACHED = ("failed to connect", "errors resolving", "DNS resolution failed")
+NOT_REACHED = (
+    "failed to connect",
+    "to all backends failing",
+    "errors resolving",
+    "DNS resolution failed",
+)
 HINTS = {
     "WRONG_VERSION_NUMBER": (
         "the server does not use TLS: prefix its address with http://, or pass tls=False"
@@ -132,6 +138,9 @@ def _status_of(error: grpc.aio.AioRpcError, tried: str) -> status_pb2.Status:
                 return status
     if error.code() is grpc.StatusCode.INTERNAL and error.details() == OVERWRITTEN:
         message = "the server ended the stream while a message was in flight"
+        return status_pb2.Status(code=code_pb2.UNAVAILABLE, message=message)
+    if error.code() is grpc.StatusCode.INTERNAL and RESET in (error.details() or ""):
+        message = "the stream was reset before its end, by the server or by a proxy"
         return status_pb2.Status(code=code_pb2.UNAVAILABLE, message=message)
     if error.code() is grpc.StatusCode.CANCELLED:
         # Not a cancellation by this client, which raises no RPC error: a stopping gRPC server drops

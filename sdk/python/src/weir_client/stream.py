@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import grpc
 import grpc.aio
@@ -31,6 +31,7 @@ UNREADABLE = "UNREADABLE"
 CLOSE_TIMEOUT_S = 1.0  # after the last request, the server only has to answer a half-close
 
 Call = grpc.aio.StreamStreamCall[pb.GenerateRequest, pb.GenerateResponse]
+OpenCall = Callable[[], Awaitable[Call]]
 
 
 class StreamConnection:
@@ -41,12 +42,12 @@ class StreamConnection:
     load balancer routes to another server.
     """
 
-    def __init__(self, call: Call, tried: str) -> None:
-        """Take over an open call. `tried` is the server's address, for error messages."""
+    def __init__(self, open_call: OpenCall, tried: str) -> None:
+        """Store how `run` opens the call, and the server's address (`tried`) for error messages."""
         self._tried = tried
         self.open = True
         self.accepting = True
-        self._call = call
+        self._open_call = open_call
         self._attempts: dict[str, Attempt] = {}
         self._outgoing: deque[pb.ClientFrame] = deque()
         self._wake = asyncio.Event()
@@ -109,15 +110,18 @@ class StreamConnection:
     async def run(self) -> None:
         """Read and write until the stream ends, then fail its requests. Raises no WeirError."""
         cause: errors.WeirError = errors.Unavailable("the client was closed")
+        call: Call | None = None
         try:
+            call = await self._open_call()
             async with asyncio.TaskGroup() as tasks:
-                writer = tasks.create_task(self._write())
-                cause = await self._read()
+                writer = tasks.create_task(self._write(call))
+                cause = await self._read(call)
                 writer.cancel()
         finally:
             self.open = self.accepting = False
             log.debug("stream to %s ended: %s", self._tried, cause.message)
-            self._call.cancel()
+            if call is not None:
+                call.cancel()
             for attempt in self.attempts:
                 attempt.break_off(_copy(cause, attempt.request_id))
 
@@ -125,11 +129,11 @@ class StreamConnection:
         self._outgoing.append(frame)
         self._wake.set()
 
-    async def _read(self) -> errors.WeirError:
+    async def _read(self, call: Call) -> errors.WeirError:
         """Pass frames to their requests until the stream ends. Return the cause of the end."""
         try:
             while True:
-                message = await self._call.read()
+                message = await call.read()
                 if not isinstance(message, pb.GenerateResponse):
                     return errors.Unavailable("the server ended the stream")
                 for frame in message.frames:
@@ -149,17 +153,17 @@ class StreamConnection:
             # Before any waiting task runs, so that a retry opens a new stream.
             self.open = self.accepting = False
 
-    async def _write(self) -> None:
+    async def _write(self, call: Call) -> None:
         """Send queued frames, several in one message. `_read` reports a broken stream."""
         try:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
                 while self._outgoing:
-                    await self._call.write(pb.GenerateRequest(frames=self._next_batch()))
+                    await call.write(pb.GenerateRequest(frames=self._next_batch()))
                 # While requests run, a cancel may have to follow.
                 if self._closing and not self._attempts:
-                    await self._call.done_writing()
+                    await call.done_writing()
                     return
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return
@@ -180,7 +184,7 @@ class SharedStream:
 
     keep_max_s = math.inf  # longest keep time of the servers, if known
 
-    def __init__(self, open_call: Callable[[], Call], tried: str) -> None:
+    def __init__(self, open_call: OpenCall, tried: str) -> None:
         """Store how to open a stream, and the server's address (`tried`) for error messages."""
         self._open_call = open_call
         self._tried = tried
@@ -216,7 +220,7 @@ class SharedStream:
         connection = self._connection
         if connection is None or not connection.accepting:
             log.debug("opening a stream to %s", self._tried)
-            connection = self._connection = StreamConnection(self._open_call(), self._tried)
+            connection = self._connection = StreamConnection(self._open_call, self._tried)
             task = asyncio.create_task(connection.run())
             self._running[task] = connection
             task.add_done_callback(self._running.pop)

@@ -10,7 +10,12 @@ from typing import Self, Unpack
 
 from weir_client.aio import AsyncClient
 from weir_client.blocking import BlockingClient
-from weir_client.connection import KEEPALIVE_S, MESSAGE_BYTES_MAX, RETRY_WAIT_MAX_S
+from weir_client.connection import (
+    KEEPALIVE_S,
+    MESSAGE_BYTES_MAX,
+    RETRY_WAIT_MAX_S,
+    Addresses,
+)
 from weir_client.embedding import EmbedInput, EmbedOptions, EmbedResult
 from weir_client.generated_values import (
     Generation,
@@ -194,7 +199,7 @@ class Client(BlockingClient[AsyncClient]):
 
     def __init__(
         self,
-        address: str | None = None,
+        address: Addresses | None = None,
         api_key: str | None = None,
         *,
         max_retries: int = 2,
@@ -210,7 +215,7 @@ class Client(BlockingClient[AsyncClient]):
 
         Args:
             address: `host:port`, `unix:/path`, or either after `https://` or `http://`; default
-                `WEIR_ADDRESS`, then this machine.
+                `WEIR_ADDRESS`, then this machine. Several servers: a list, or commas between.
             api_key: The key; default `WEIR_API_KEY`. An empty text calls without a key.
             max_retries: Further attempts for UNAVAILABLE, and for a quota that resets within
                 `retry_wait_max_s`; only before the first token, with the same request id.

@@ -13,6 +13,7 @@ from weir_client.checks import check_known
 from weir_client.connection import (
     UNARY_OPTIONS,
     UNARY_TIMEOUT_S,
+    Addresses,
     ConnectionSettings,
     LazyClient,
     RetryPolicy,
@@ -32,7 +33,7 @@ class UnaryClient(LazyClient):
 
     def __init__(
         self,
-        address: str | None = None,
+        address: Addresses | None = None,
         api_key: str | None = None,
         *,
         timeout: float = UNARY_TIMEOUT_S,
@@ -43,7 +44,7 @@ class UnaryClient(LazyClient):
 
         Args:
             address: `host:port`, `unix:/path`, or either after `https://` or `http://`; default
-                `WEIR_ADDRESS`, then this machine.
+                `WEIR_ADDRESS`, then this machine. Several servers: a list, or commas between.
             api_key: The key; default `WEIR_ADMIN_KEY`, then `WEIR_API_KEY`. An empty text calls
                 without a key.
             timeout: Seconds for each call, retries included.
