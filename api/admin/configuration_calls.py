@@ -39,6 +39,7 @@ from metering.pricing.prices import PriceTerms
 from metering.pricing.resale_prices import ResaleTerms
 from metering.quotas.quota_admin import THRESHOLDS_MAX
 from metering.tenants.authentication import Principal
+from metering.tenants.key_terms import effective_scopes
 from metering.tenants.networks import normalized
 
 InThread = Callable[[Principal, int, Callable[[], Any]], Awaitable[Any]]
@@ -167,7 +168,7 @@ class Parsing:
         return record_of(
             KeySpec,
             message,
-            scopes=tuple(sorted(set(message.scopes))) or ("inference",),
+            scopes=tuple(sorted(effective_scopes(message.scopes, message.role))),
             models=tuple(sorted(set(message.models))),
             allowed_networks=normalized(message.allowed_networks),
             max_input_tokens=message.max_input_tokens or None,

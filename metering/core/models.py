@@ -22,6 +22,7 @@ from sqlalchemy import (
     BigInteger,
     Date,
     DateTime,
+    FetchedValue,
     ForeignKey,
     Identity,
     Integer,
@@ -159,6 +160,8 @@ class ApiKey(Base):
     strict_parameters: Mapped[bool] = mapped_column(server_default=text("false"))
     # Group of keys within the organization, for limits on each of them; empty for none.
     group: Mapped[str] = mapped_column(server_default="")
+    # Role in the organization; empty for none.
+    role: Mapped[str] = mapped_column(server_default="")
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
@@ -187,6 +190,9 @@ class AuditEntry(Base):
     subject_id: Mapped[str]
     before: Mapped[dict[str, Any] | None]
     after: Mapped[dict[str, Any] | None]
+    # Of the key that made the change; the role is empty or None if that was not a key.
+    actor_role: Mapped[str | None] = mapped_column(server_default=FetchedValue())
+    actor_organization_id: Mapped[uuid.UUID | None] = mapped_column(server_default=FetchedValue())
 
 
 class ServiceTier(StrEnum):

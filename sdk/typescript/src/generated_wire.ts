@@ -375,6 +375,8 @@ export function auditEntry(
     beforeJson: value.beforeJson,
     afterJson: value.afterJson,
     names: value.names,
+    actorRole: value.actorRole,
+    actorOrganizationId: value.actorOrganizationId,
   };
 }
 
@@ -653,6 +655,7 @@ export function keyRestrictions(
     strictParameters: value.strictParameters,
     latestChange: value.latestChange && keyChange(value.latestChange),
     group: value.group,
+    role: value.role,
   };
 }
 
@@ -921,6 +924,7 @@ export function apiKey(
     projectName: value.projectName,
     strictParameters: value.strictParameters,
     group: value.group,
+    role: value.role,
   };
 }
 

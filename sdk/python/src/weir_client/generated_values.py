@@ -173,7 +173,7 @@ class AlertKey(Value):
     changed_by: str = ""
     """Prefix of the key that made the change, as in the audit log."""
     changed: tuple[str, ...] = ()
-    """What changed: "secret", "scopes", "allowed_networks", "expires_at"."""
+    """What changed: "secret", "scopes", "role", "allowed_networks", "expires_at"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +249,11 @@ class AuditEntry(Value):
     names: Mapping[str, str] = field(default_factory=dict)
     """Display names of the organizations, projects, keys, end users and labels that the entry
     refers to, by id, as they are now. An erased end user has none."""
+    actor_role: str = ""
+    """Role of the key that made the change: "operator", "owner", "admin", "developer", "finance",
+    "viewer" or "billing". Empty: `actor` is not a key, or the entry is older than roles."""
+    actor_organization_id: str = ""
+    """Id of the organization of that key. Empty with `actor_role`."""
 
 
 class EndUserState(StrEnum):
@@ -774,7 +779,7 @@ class KeyChange(Value):
     """A change that gave an API key a new secret or more rights."""
 
     act: str
-    """"rotated" or "widened": more scopes, more networks, or a longer life."""
+    """"rotated" or "widened": more scopes, another role, more networks, or a longer life."""
     actor: str
     """Prefix of the key that made the change, as in the audit log."""
     change_time: datetime
@@ -806,6 +811,8 @@ class KeyRestrictions(Value):
     """The latest rotation of the key or widening of its rights. Unset: there was none."""
     group: str = ""
     """Group of the key within its organization. Empty: none."""
+    role: str = ""
+    """Role of the key in its organization. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1310,6 +1317,9 @@ class ApiKey(Value):
     group: str = ""
     """Group of the key within its organization, such as "free". Limits can be set for each key of a
     group: `SetQuotaRequest.for_each`. Empty: none."""
+    role: str = ""
+    """Role of the key in its organization: "owner", "admin", "developer", "finance" or "viewer". It
+    permits calls beside those of the scopes. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
