@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as pb
 from weir.v1.types_pb2 import QuotaStatus
 
-from api.access.permissions import check_may_give, check_permissions
+from api.access.permissions import check_may_give, check_permissions, is_operator
 from api.access.servicer import AuthenticatedServicer, CallerTransaction, once, removed
 from api.admin.configuration_calls import quota_key, stated_terms
 from api.core import wire
@@ -291,7 +291,8 @@ class QuotaCalls(AuthenticatedServicer):
             wire.SUBJECTS_BY_NUMBER.get(request.subject),
             wire.DIMENSIONS_BY_NUMBER.get(request.dimension),
         )
-        async with self._transaction(context) as (session, actor):
+        async with self._acting(context) as acting:
+            session, actor = acting.session, acting.actor
             if subject is None:
                 raise InvalidValue("subject", "must be an organization, a project or an API key")
             if dimension is None:
@@ -302,7 +303,10 @@ class QuotaCalls(AuthenticatedServicer):
                 session,
                 subject=subject,
                 subject_ref=request.subject_ref,
-                key=quota_key(dimension, request),
+                key=replace(
+                    quota_key(dimension, request),
+                    set_by_organization=not is_operator(acting.principal),
+                ),
                 terms=partial(replace, **stated_terms(request)),
                 actor=actor,
             )
@@ -319,23 +323,29 @@ class QuotaCalls(AuthenticatedServicer):
         self, request: pb.OverrideQuotaRequest, context: Context
     ) -> pb.OverrideQuotaResponse:
         """Set a temporary override of a limit, or end it."""
-        async with self._transaction(context) as (session, actor):
+        async with self._acting(context) as acting:
             until = wire.given_time(request, "expire_time")
             state = await quota_admin.override_quota(
-                session,
+                acting.session,
                 quota_id=request.quota_id,
                 limit_value=request.limit_value,
                 until=until,
                 reason=request.reason,
-                actor=actor,
+                actor=acting.actor,
+                by_organization=not is_operator(acting.principal),
             )
-            return pb.OverrideQuotaResponse(quota=await self._status(session, state))
+            return pb.OverrideQuotaResponse(quota=await self._status(acting.session, state))
 
     async def DeleteQuota(
         self, request: pb.DeleteQuotaRequest, context: Context
     ) -> pb.DeleteQuotaResponse:
-        async with self._transaction(context) as (session, actor):
-            removal = quota_admin.delete_quota(session, quota_id=request.quota_id, actor=actor)
+        async with self._acting(context) as acting:
+            removal = quota_admin.delete_quota(
+                acting.session,
+                quota_id=request.quota_id,
+                actor=acting.actor,
+                by_organization=not is_operator(acting.principal),
+            )
             return pb.DeleteQuotaResponse(
                 deleted=await removed(removal, allow_missing=request.allow_missing)
             )

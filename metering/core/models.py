@@ -376,6 +376,8 @@ class Quota(Base):
     model: Mapped[str] = mapped_column(server_default="")
     dimension: Mapped[str]
     window_minutes: Mapped[int] = mapped_column(Integer(), server_default="0")
+    # By a key of the organization, not by the operator, whose limits it cannot change.
+    set_by_organization: Mapped[bool] = mapped_column(server_default=text("false"))
     limit_value: Mapped[int]
     input_weight_milli: Mapped[int] = mapped_column(Integer(), server_default="1000")
     cached_input_weight_milli: Mapped[int] = mapped_column(Integer(), server_default="1000")
@@ -395,7 +397,8 @@ class Quota(Base):
 
 
 # Columns that say what a limit counts. Limits of a subject that agree in them replace each other.
-QUOTA_TARGET = ("model", "dimension", "window_minutes")
+# Those of the operator and of the organization both apply.
+QUOTA_TARGET = ("model", "dimension", "window_minutes", "set_by_organization")
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,7 +408,8 @@ class QuotaKey:
     `window_minutes` is the length of a rolling window, 0 for any other dimension.
     `for_each` is `end_user`, `label:KEY` or `key:GROUP` for a selector, otherwise empty. With
     `end_user` or with `label`, which is `KEY=VALUE`, the limit is one of this end user or label
-    value within the subject.
+    value within the subject. The operator's limits and those that the organization set itself are
+    different ones.
     """
 
     dimension: QuotaDimension
@@ -415,6 +419,7 @@ class QuotaKey:
     end_user: str = ""
     label: str = ""
     window_minutes: int = 0
+    set_by_organization: bool = False
 
 
 @dataclass(frozen=True, slots=True)

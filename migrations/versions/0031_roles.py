@@ -1,4 +1,4 @@
-"""Roles of keys, the border of an organization, and the role in the audit log.
+"""Roles of keys, the border of an organization, its own limits, and the role in the audit log.
 
 `organization_border` has a view for each table: with the rows of one organization, or none of a
 table that belongs to the service. A transaction of a key with a role finds these views instead of
@@ -99,6 +99,12 @@ ALTER TABLE api_keys DROP CONSTRAINT ck_api_keys_scopes_known;
 ALTER TABLE api_keys ADD CONSTRAINT ck_api_keys_scopes_known CHECK (
     scopes <@ ARRAY['inference', 'admin', 'billing'] AND (scopes <> '{}' OR role <> '')
 );
+ALTER TABLE quotas ADD COLUMN set_by_organization boolean NOT NULL DEFAULT false;
+DROP INDEX uq_quotas_active;
+CREATE UNIQUE INDEX uq_quotas_active ON quotas (
+    subject_id, model, dimension, window_minutes, for_new_keys, for_each, within_id, selector_id,
+    set_by_organization
+) NULLS NOT DISTINCT WHERE deleted_at IS NULL;
 -- The defaults are set apart, so that entries that exist are neither read nor rewritten.
 ALTER TABLE audit_log ADD COLUMN actor_role text, ADD COLUMN actor_organization_id uuid;
 ALTER TABLE audit_log
@@ -119,10 +125,39 @@ ALTER TABLE api_keys ADD CONSTRAINT ck_api_keys_scopes_known CHECK (
 );
 ALTER TABLE api_keys DROP COLUMN role;
 """
+# A limit that an organization set cannot be kept: without the column it would be the operator's.
+DOWNGRADE_QUOTAS = """
+UPDATE quotas SET deleted_at = coalesce(deleted_at, now()) WHERE set_by_organization;
+DROP INDEX uq_quotas_active;
+ALTER TABLE quotas DROP COLUMN set_by_organization;
+CREATE UNIQUE INDEX uq_quotas_active ON quotas (
+    subject_id, model, dimension, window_minutes, for_new_keys, for_each, within_id, selector_id
+) NULLS NOT DISTINCT WHERE deleted_at IS NULL;
+"""
+TERMS = """
+CREATE OR REPLACE VIEW quota_terms AS
+SELECT q.id, concat(q.xmin, '.', s.xmin) AS version, q.subject, q.subject_id, q.within_id,
+    q.selector_id, q.for_each, q.for_new_keys, q.model, q.dimension,
+    coalesce(s.limit_value, q.limit_value) AS limit_value,
+    coalesce(s.input_weight_milli, q.input_weight_milli) AS input_weight_milli,
+    coalesce(s.cached_input_weight_milli, q.cached_input_weight_milli) AS cached_input_weight_milli,
+    coalesce(s.output_weight_milli, q.output_weight_milli) AS output_weight_milli,
+    coalesce(s.enforced, q.enforced) AS enforced,
+    CASE WHEN s.id IS NULL THEN q.override_limit_value ELSE s.override_limit_value END
+        AS override_limit_value,
+    CASE WHEN s.id IS NULL THEN q.override_until ELSE s.override_until END AS override_until,
+    CASE WHEN s.id IS NULL THEN q.override_reason ELSE s.override_reason END AS override_reason,
+    coalesce(s.alert_at, q.alert_at) AS alert_at,
+    coalesce(q.deleted_at, s.deleted_at) AS deleted_at, q.deleted_at AS own_deleted_at,
+    q.created_at, greatest(q.changed_at, s.changed_at) AS changed_at, q.window_minutes{more}
+FROM quotas q
+LEFT JOIN quotas s ON s.id = q.selector_id;
+"""
 
 
 def upgrade() -> None:
     op.execute(UPGRADE)
+    op.execute(TERMS.replace("{more}", ", q.set_by_organization"))
     op.execute(f"CREATE SCHEMA {SCHEMA}")
     for table, condition in OWN.items():
         if table == "quotas":
@@ -141,3 +176,6 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     op.execute(DOWNGRADE)
+    op.execute("DROP VIEW quota_terms")
+    op.execute(DOWNGRADE_QUOTAS)
+    op.execute(TERMS.replace("{more}", ""))

@@ -309,6 +309,11 @@ export interface QuotaStatus {
    * Group of keys by which the key has this limit, from a selector "key:GROUP". Otherwise empty.
    */
   readonly group: string;
+  /**
+   * Set by a key of the organization. It counts beside the operator's limits, which such a key
+   * cannot change. False: set by the operator.
+   */
+  readonly setByOrganization: boolean;
 }
 
 /** One user of a customer, as requests name it. */

@@ -414,6 +414,7 @@ export function quotaStatus(
     selectorId: value.selectorId,
     windowMinutes: value.windowMinutes,
     group: value.group,
+    setByOrganization: value.setByOrganization,
   });
 }
 

@@ -351,6 +351,9 @@ class QuotaStatus(LimitName):
     group: str = ""
     """Group of keys by which the key has this limit, from a selector "key:GROUP". Otherwise
     empty."""
+    set_by_organization: bool = False
+    """Set by a key of the organization. It counts beside the operator's limits, which such a key
+    cannot change. False: set by the operator."""
 
 
 @dataclass(frozen=True, slots=True)
