@@ -68,7 +68,8 @@ OWN: dict[str, str] = {
     "quota_counters": among("quota_id", "quotas"),
     "quota_checkpoints": among("quota_id", "quotas"),
     "audit_log": (
-        f"actor_organization_id = {ORGANIZATION}"
+        # An operator's key belongs to some organization, and changes others.
+        f"actor_organization_id = {ORGANIZATION} AND actor_role <> 'operator'"
         f" OR subject_id IN (SELECT id::text FROM {SCHEMA}.subjects)"
         f" OR {' OR '.join(map(referred, ('organization_id', 'project_id', 'subject_id')))}"
     ),
