@@ -34,7 +34,8 @@ from weir_cli.checkout import version
 from weir_cli.commands import PERSONAS
 from weir_client.status import error_from_status
 
-from api.access.permissions import PERMISSION_OF, PERMISSIONS, Role, named
+from api.access.permissions import PERMISSION_OF, PERMISSIONS
+from api.access.roles import Role, named
 from api.core import wire
 from api.core.errors import Cause
 from api.core.settings import Settings

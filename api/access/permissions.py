@@ -8,47 +8,16 @@ correspond to. A key that is not the operator's acts within its own organization
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime
-from enum import StrEnum
 from functools import cache
 from typing import NoReturn
 
+from api.access.roles import Permission, Role, allowed, is_operator, named
 from api.core.errors import PermissionDenied, RoleExceeded
 from metering.tenants.authentication import Principal
 from metering.tenants.key_terms import KeyTerms, authority_of, effective_scopes
 from metering.tenants.networks import checked_networks, contains, networks_of
 
-
-class Role(StrEnum):
-    """Scope of a key, or its role in its organization: it authorizes calls.
-
-    The widest is first.
-    """
-
-    OPERATOR = "admin"  # administration of the whole service, without use of models
-    OWNER = "role:owner"
-    ADMIN = "role:admin"
-    DEVELOPER = "role:developer"
-    FINANCE = "role:finance"
-    VIEWER = "role:viewer"
-    # Read usage and bills of its own organization, and set its resale prices; no prompts or keys.
-    BILLING = "billing"
-    MODELS = "inference"  # use models; read own requests and quotas
-
-    @property
-    def word(self) -> str:
-        """Name in the audit log and in the table of the documentation."""
-        return "operator" if self is Role.OPERATOR else self.value.removeprefix("role:")
-
-    @property
-    def shown(self) -> str:
-        """Name in errors, which says how a key gets it."""
-        kind, _, name = self.value.rpartition(":")
-        return f"role {name}" if kind else f"scope {name}"
-
-
-Roles = frozenset[Role]
 OPERATOR = frozenset({Role.OPERATOR})
 MODELS = frozenset({Role.MODELS})
 ADMINS = OPERATOR | {Role.OWNER, Role.ADMIN}
@@ -60,86 +29,73 @@ READERS = BILL_READERS | {Role.DEVELOPER}
 MEMBERS = READERS - {Role.BILLING}
 
 
-@dataclass(frozen=True, slots=True)
-class Permission:
-    """Permission by name, the roles that have it, and the calls that need it."""
-
-    name: str
-    roles: Roles
-    calls: tuple[str, ...]
-
-
-def permit(name: str, roles: Roles, *calls: str) -> Permission:
-    return Permission(name, roles, calls)
-
-
 # By service. The row of a new RPC is its name, beside the calls that need the same permission.
 PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
     "weir.v1.InferenceService": (
-        permit("models.use", MODELS, "Generate", "Embed", "CountTokens", "Quote", "ListModels"),
-        permit("own_usage.read", MODELS, "GetQuota", "GetGeneration", "GetOwnUsage"),
+        allowed("models.use", MODELS, "Generate", "Embed", "CountTokens", "Quote", "ListModels"),
+        allowed("own_usage.read", MODELS, "GetQuota", "GetGeneration", "GetOwnUsage"),
     ),
     "weir.v1.AdminService": (
-        permit("organizations.create", OPERATOR, "CreateOrganization"),
-        permit("organizations.read", MEMBERS, "ListOrganizations"),
-        permit("billing_profile.set", FINANCE, "SetBillingProfile"),
-        permit("projects.create", ADMINS, "CreateProject"),
-        permit("projects.read", MEMBERS, "ListProjects"),
-        permit("keys.create", DEVELOPERS, "CreateApiKey"),
-        permit("keys.change", DEVELOPERS, "RotateApiKey", "UpdateApiKey", "RevokeApiKey"),
-        permit("keys.read", MEMBERS, "ListApiKeys"),
-        permit("quotas.set", ADMINS, "SetQuota", "OverrideQuota", "DeleteQuota"),
-        permit("quotas.read", MEMBERS, "ListQuotas"),
-        permit("prices.set", OPERATOR, "SetPrice", "WithdrawPrice", "SimulatePrices"),
-        permit("prices.read", MEMBERS, "ListPrices"),
-        permit("plans.set", OPERATOR, "CreatePlan", "ListPlans", "AssignPlan"),
-        permit("credit.grant", OPERATOR, "GrantCredit", "SetPrepaid"),
-        permit(
+        allowed("organizations.create", OPERATOR, "CreateOrganization"),
+        allowed("organizations.read", MEMBERS, "ListOrganizations"),
+        allowed("billing_profile.set", FINANCE, "SetBillingProfile"),
+        allowed("projects.create", ADMINS, "CreateProject"),
+        allowed("projects.read", MEMBERS, "ListProjects"),
+        allowed("keys.create", DEVELOPERS, "CreateApiKey"),
+        allowed("keys.change", DEVELOPERS, "RotateApiKey", "UpdateApiKey", "RevokeApiKey"),
+        allowed("keys.read", MEMBERS, "ListApiKeys"),
+        allowed("quotas.set", ADMINS, "SetQuota", "OverrideQuota", "DeleteQuota"),
+        allowed("quotas.read", MEMBERS, "ListQuotas"),
+        allowed("prices.set", OPERATOR, "SetPrice", "WithdrawPrice", "SimulatePrices"),
+        allowed("prices.read", MEMBERS, "ListPrices"),
+        allowed("plans.set", OPERATOR, "CreatePlan", "ListPlans", "AssignPlan"),
+        allowed("credit.grant", OPERATOR, "GrantCredit", "SetPrepaid"),
+        allowed(
             "credit.read", BILL_READERS - {Role.BILLING}, "ListCreditGrants", "GetCreditBalance"
         ),
-        permit("audit.read", ADMINS, "ListAuditEntries"),
-        permit(
+        allowed("audit.read", ADMINS, "ListAuditEntries"),
+        allowed(
             "requests.control",
             OPERATOR,
             *("ListLiveRequests", "GetRequest", "KillRequest", "ExpireOverdueHolds"),
         ),
-        permit("fleet.read", OPERATOR, "ListReplicas"),
-        permit("fleet.change", OPERATOR, "DrainReplica", "UndrainReplica"),
-        permit(
+        allowed("fleet.read", OPERATOR, "ListReplicas"),
+        allowed("fleet.change", OPERATOR, "DrainReplica", "UndrainReplica"),
+        allowed(
             "webhooks.set",
             ADMINS,
             *("SetAlertWebhook", "DeleteAlertWebhook", "TestAlertWebhook", "ListAlertWebhooks"),
         ),
-        permit("configuration.apply", OPERATOR, "ApplyConfiguration", "ExportConfiguration"),
-        permit("end_users.erase", OPERATOR, "EraseEndUser"),
+        allowed("configuration.apply", OPERATOR, "ApplyConfiguration", "ExportConfiguration"),
+        allowed("end_users.erase", OPERATOR, "EraseEndUser"),
     ),
     "weir.v1.BillingService": (
-        permit("usage.read", READERS, "GetUsage"),
-        permit("end_users.read", BILL_READERS, "ListEndUsers", "GetEndUser"),
-        permit("alerts.read", BILL_READERS, "ListAlerts"),
-        permit(
+        allowed("usage.read", READERS, "GetUsage"),
+        allowed("end_users.read", BILL_READERS, "ListEndUsers", "GetEndUser"),
+        allowed("alerts.read", BILL_READERS, "ListAlerts"),
+        allowed(
             "bills.read",
             BILL_READERS,
             *("GetMonthReport", "GetForecast", "ExportMonth", "GetMonthDocument", "ListMonths"),
             *("VerifyMonth", "GetReconciliation", "GetInvoice", "ListAdjustments"),
         ),
-        permit("resale.set", RESELLERS, "SetResalePrice", "RentReplicas", "EndReplicaRental"),
-        permit(
+        allowed("resale.set", RESELLERS, "SetResalePrice", "RentReplicas", "EndReplicaRental"),
+        allowed(
             "resale.read",
             BILL_READERS,
             *("ListResalePrices", "ListReplicaRentals"),
             *("ListResaleStatements", "GetResaleStatement"),
         ),
-        permit("month.close", OPERATOR, "CloseMonth"),
-        permit(
+        allowed("month.close", OPERATOR, "CloseMonth"),
+        allowed(
             "adjustments.decide",
             OPERATOR,
             *("CreateAdjustment", "CreateCreditNote", "ApproveAdjustment", "RejectAdjustment"),
         ),
     ),
     "weir.v1.ReceiptService": (
-        permit("receipt_keys.read", frozenset(Role), "ListReceiptKeys"),  # public keys: no secret
-        permit("receipts.read", BILL_READERS, "ListReceipts", "GetReceiptMonth"),
+        allowed("receipt_keys.read", frozenset(Role), "ListReceiptKeys"),  # public keys: no secret
+        allowed("receipts.read", BILL_READERS, "ListReceipts", "GetReceiptMonth"),
     ),
 }
 
@@ -152,7 +108,7 @@ def _by_method() -> Iterator[tuple[str, Permission]]:
 
 # Keys: gRPC paths
 PERMISSION_OF: Mapping[str, Permission] = dict(_by_method())
-ROLES_OF: Mapping[str, Roles] = {path: each.roles for path, each in PERMISSION_OF.items()}
+ROLES_OF: Mapping[str, frozenset[Role]] = {path: each.roles for path, each in PERMISSION_OF.items()}
 
 
 @cache
@@ -164,21 +120,6 @@ def permissions_of(authority: frozenset[str]) -> frozenset[str]:
         for each in permissions
         if not each.roles.isdisjoint(authority)
     )
-
-
-def role_of(principal: Principal) -> Role:
-    """Return the widest role of a principal."""
-    return next(each for each in Role if each in principal.scopes)
-
-
-def is_operator(principal: Principal) -> bool:
-    return Role.OPERATOR in principal.scopes
-
-
-def named(roles: Collection[str]) -> str:
-    """List roles as in "role owner, role admin or scope billing"."""
-    *most, last = (each.shown for each in Role if each in roles)
-    return f"{', '.join(most)} or {last}" if most else last
 
 
 def refuse(principal: Principal, method: str) -> NoReturn:

@@ -20,7 +20,8 @@ from google.protobuf.message import Message
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.access.auth import Authenticator
-from api.access.permissions import READERS, Role, is_operator, role_of
+from api.access.permissions import READERS
+from api.access.roles import Role, is_operator, role_of
 from api.core import wire
 from api.core.errors import TooManyReports
 from api.core.interceptor import Context

@@ -17,7 +17,7 @@ from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import alerts_pb2 as alert_pb
 
 from api.access.auth import Authenticator
-from api.access.permissions import is_operator
+from api.access.roles import is_operator
 from api.access.servicer import (
     AuthenticatedServicer,
     CallerTransaction,

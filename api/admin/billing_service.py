@@ -32,7 +32,7 @@ from weir.v1 import resale_pb2 as resale_pb
 from weir.v1 import usage_reports_pb2 as usage_pb
 
 from api.access.auth import Authenticator
-from api.access.permissions import is_operator
+from api.access.roles import is_operator
 from api.access.servicer import (
     AuthenticatedServicer,
     CallerTransaction,

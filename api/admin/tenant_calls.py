@@ -10,7 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as pb
 from weir.v1.types_pb2 import QuotaStatus
 
-from api.access.permissions import check_may_give, check_permissions, is_operator
+from api.access.permissions import check_may_give, check_permissions
+from api.access.roles import is_operator
 from api.access.servicer import AuthenticatedServicer, CallerTransaction, once, removed
 from api.admin.configuration_calls import quota_key, stated_terms
 from api.core import wire

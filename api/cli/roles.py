@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from weir_cli.render import print_json, show, table
 
-from api.access.permissions import PERMISSIONS, Role
+from api.access.permissions import PERMISSIONS
+from api.access.roles import Role
 
 
 def print_roles(*, as_json: bool) -> None:

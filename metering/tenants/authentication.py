@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import KeyInvalid
 from metering.core.models import ApiKey, Organization, Project, SupersededSecret, record_of
-from metering.tenants.key_terms import DEFAULT_TERMS, KeyTerms, authority_of
+from metering.tenants.key_terms import AUTHORITY, DEFAULT_TERMS, KeyTerms
 from metering.tenants.networks import Address, Network, networks_of
 
 PREFIX_CHARS = string.ascii_lowercase + string.digits
@@ -166,7 +166,7 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
         row,
         api_key_id=row.id,
         key_prefix=row.prefix,
-        scopes=authority_of(row.scopes, row.role),
+        scopes=AUTHORITY[row.role].union(row.scopes),
         models=frozenset(row.models),
         bounds=TokenBounds(row.max_input_tokens, row.max_output_tokens),
         terms=record_of(KeyTerms, row),

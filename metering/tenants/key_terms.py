@@ -18,6 +18,7 @@ MODELS_PER_KEY_MAX = 100  # a key for more models should rather be unrestricted
 SCOPES = frozenset({"inference", "admin", "billing"})
 # In the organization of the key; `api/access/permissions.py` has their permissions.
 ROLES = ("owner", "admin", "developer", "finance", "viewer")
+AUTHORITY = {"": frozenset[str](), **{each: frozenset({f"role:{each}"}) for each in ROLES}}
 WITHOUT_ROLE = frozenset({"admin", "billing"})  # scopes of keys that have their rights already
 # Per request: above any context window, and far below the column's maximum.
 TOKENS_MAX = 1_000_000_000
@@ -81,7 +82,7 @@ def effective_scopes(scopes: Collection[str], role: str) -> frozenset[str]:
 
 def authority_of(scopes: Collection[str], role: str) -> frozenset[str]:
     """Return what calls are authorized by: the scopes of a key, and its role as `role:NAME`."""
-    return frozenset(scopes).union((f"role:{role}",) if role else ())
+    return frozenset(scopes).union(AUTHORITY.get(role, ()))
 
 
 def checked_models(models: Collection[str]) -> list[str]:

@@ -16,16 +16,44 @@ from api.access.permissions import (
     PERMISSION_OF,
     PERMISSIONS,
     ROLES_OF,
-    Role,
     check_may_give,
     check_permissions,
     permissions_of,
 )
+from api.access.roles import Role
 from api.core.errors import RoleExceeded
 from api.core.health import SERVICES
 from metering.tenants.authentication import Principal
 from metering.tenants.key_terms import ROLES, SCOPES, KeyTerms, authority_of
 from metering.tenants.networks import networks_of
+
+CHANGES_OF_FINANCE = ("SetResalePrice", "RentReplicas", "EndReplicaRental", "SetBillingProfile")
+TOMORROW = datetime.now(UTC) + timedelta(days=1)
+GIVEN = [
+    ("owner", KeyTerms(role="owner"), ""),
+    ("owner", KeyTerms(role="finance"), ""),
+    ("owner", KeyTerms(("billing",)), ""),
+    ("owner", KeyTerms(("admin",)), "permission"),
+    ("admin", KeyTerms(role="admin"), ""),
+    ("admin", KeyTerms(role="owner"), "permission billing_profile.set"),
+    ("admin", KeyTerms(role="finance"), "permission billing_profile.set"),
+    ("admin", KeyTerms(("inference", "admin")), "permission"),
+    ("developer", KeyTerms(), ""),
+    ("developer", KeyTerms(("inference",), role="developer"), ""),
+    ("developer", KeyTerms(role="viewer"), "permission"),
+    ("developer", KeyTerms(role="admin"), "permission"),
+    ("developer", KeyTerms(("billing",)), "permission"),
+    ("viewer", KeyTerms(role="developer"), "permission keys.change, keys.create"),
+    ("finance", KeyTerms(role="owner"), "permission"),
+]
+NARROW = {
+    "models": ("small",),
+    "allowed_networks": ("10.0.0.0/8", "2001:db8::/32"),
+    "max_input_tokens": 100,
+}
+WITHIN = KeyTerms(
+    role="developer", models=("small",), allowed_networks=("10.1.0.0/16",), max_input_tokens=50
+)
 
 
 def methods_of_the_contract() -> Iterator[str]:
@@ -35,10 +63,6 @@ def methods_of_the_contract() -> Iterator[str]:
             descriptor = import_module(f"weir.v1.{module.name}").DESCRIPTOR
             for service in descriptor.services_by_name.values():
                 yield from (f"/{service.full_name}/{method.name}" for method in service.methods)
-
-
-CHANGES_OF_FINANCE = ("SetResalePrice", "RentReplicas", "EndReplicaRental", "SetBillingProfile")
-TOMORROW = datetime.now(UTC) + timedelta(days=1)
 
 
 def test_every_call_of_the_contract_has_a_permission_and_no_other_call_has() -> None:
@@ -89,25 +113,6 @@ def maker(role: str, **terms: object) -> Principal:
     )
 
 
-GIVEN = [
-    ("owner", KeyTerms(role="owner"), ""),
-    ("owner", KeyTerms(role="finance"), ""),
-    ("owner", KeyTerms(("billing",)), ""),
-    ("owner", KeyTerms(("admin",)), "permission"),
-    ("admin", KeyTerms(role="admin"), ""),
-    ("admin", KeyTerms(role="owner"), "permission billing_profile.set"),
-    ("admin", KeyTerms(role="finance"), "permission billing_profile.set"),
-    ("admin", KeyTerms(("inference", "admin")), "permission"),
-    ("developer", KeyTerms(), ""),
-    ("developer", KeyTerms(("inference",), role="developer"), ""),
-    ("developer", KeyTerms(role="viewer"), "permission"),
-    ("developer", KeyTerms(role="admin"), "permission"),
-    ("developer", KeyTerms(("billing",)), "permission"),
-    ("viewer", KeyTerms(role="developer"), "permission keys.change, keys.create"),
-    ("finance", KeyTerms(role="owner"), "permission"),
-]
-
-
 @pytest.mark.parametrize(("role", "terms", "excess"), GIVEN)
 def test_a_key_gives_only_permissions_that_it_has(role: str, terms: KeyTerms, excess: str) -> None:
     if not excess:
@@ -117,16 +122,6 @@ def test_a_key_gives_only_permissions_that_it_has(role: str, terms: KeyTerms, ex
         check_may_give(maker(role), terms, None)
     with pytest.raises(RoleExceeded, match=excess):
         check_permissions(maker(role), terms)
-
-
-NARROW = {
-    "models": ("small",),
-    "allowed_networks": ("10.0.0.0/8", "2001:db8::/32"),
-    "max_input_tokens": 100,
-}
-WITHIN = KeyTerms(
-    role="developer", models=("small",), allowed_networks=("10.1.0.0/16",), max_input_tokens=50
-)
 
 
 @pytest.mark.parametrize(
