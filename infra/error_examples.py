@@ -147,9 +147,12 @@ def examples() -> tuple[Exception, ...]:
         metering_errors.KeyInvalid(),
         errors.AddressNotAllowed(parse_address("203.0.113.7")),
         errors.PermissionDenied(
-            "Your API key wk_xxtklc5q has the scopes inference, and this call needs admin. Use"
-            " another key, or ask an administrator."
+            "Your API key wk_xxtklc5q has the scope inference, and this call needs the permission"
+            " keys.create of the scope admin, role owner, role admin or role developer. Use another"
+            " key, or ask an administrator.",
+            permission="keys.create",
         ),
+        errors.RoleExceeded("wk_xxtklc5q", "the permission month.close"),
         errors.ModelNotAllowed("wk_xxtklc5q", "large"),
         errors.InvalidRequest([INVALID]),
         errors.KeepTooLong(7200, 3600),

@@ -34,7 +34,8 @@ from weir_cli.checkout import version
 from weir_cli.commands import PERSONAS
 from weir_client.status import error_from_status
 
-from api.access.scopes import SCOPES
+from api.access.permissions import PERMISSION_OF, PERMISSIONS
+from api.access.roles import Role, named
 from api.core import wire
 from api.core.errors import Cause
 from api.core.settings import Settings
@@ -574,10 +575,10 @@ def of_file(file: FileDescriptorProto) -> Iterator[str]:
         for number, method in enumerate(service.method):
             request = f"{'stream ' if method.client_streaming else ''}{link_to(method.input_type)}"
             answer = f"{'stream ' if method.server_streaming else ''}{link_to(method.output_type)}"
-            scopes = sorted(SCOPES[f"/{file.package}.{service.name}/{method.name}"])
+            needed = PERMISSION_OF[f"/{file.package}.{service.name}/{method.name}"]
             yield (
-                f"### {method.name}\n\n{request} → {answer}; scope:"
-                f" {' or '.join(scopes)}\n\n{comments[6, index, 2, number]}\n"
+                f"### {method.name}\n\n{request} → {answer}; permission `{needed.name}`:"
+                f" {named(needed.roles)}\n\n{comments[6, index, 2, number]}\n"
             )
     if not file.service:
         yield f"## {Path(file.name).name}\n"
@@ -780,7 +781,28 @@ def http_limits() -> str:
     )
 
 
+def permissions_page() -> str:
+    """Build the table of permissions and the roles that have them."""
+    rows = (
+        (f"`{each.name}`", *("yes" if role in each.roles else "" for role in Role))
+        for permissions in PERMISSIONS.values()
+        for each in permissions
+    )
+    return table(("permission", *(each.word for each in Role)), rows)
+
+
+def calls_by_permission() -> str:
+    """Build the list of permissions with their calls."""
+    return "\n".join(
+        f"- `{each.name}`: {', '.join(each.calls)}"
+        for permissions in PERMISSIONS.values()
+        for each in permissions
+    )
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
+    "permissions": permissions_page,
+    "permissions-calls": calls_by_permission,
     "settings": settings_page,
     "errors": errors_page,
     "metrics": metrics_page,

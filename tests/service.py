@@ -345,6 +345,7 @@ class Service:
         *scopes: str,
         models: Sequence[str] = (),
         lifetime: timedelta | None = None,
+        role: str = "",
     ) -> tuple[KeyRecord, str]:
         """Create another key of the tenant's project."""
         async with self.session() as session:
@@ -353,7 +354,7 @@ class Service:
                 organization=tenant.name,
                 project="main",
                 name="more",
-                terms=KeyTerms(tuple(scopes) or ("inference",), tuple(models)),
+                terms=KeyTerms(tuple(scopes), tuple(models), role=role),
                 lifetime=lifetime,
                 actor="test",
             )

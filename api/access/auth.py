@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator,
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from api.access.scopes import SCOPES, Scope
+from api.access.permissions import OPERATOR, ROLES_OF, refuse
 from api.access.throttle import Throttle
 from api.core.addresses import FORWARDED_FOR, Origin, Proxies, address_of
 from api.core.errors import (
@@ -180,9 +180,9 @@ class Authenticator:
         """
         visit = CALL.get()
         if visit is not None:
-            visit.belongs_to(principal, is_free=Scope.ADMIN in principal.scopes)
+            visit.belongs_to(principal, is_free=not OPERATOR.isdisjoint(principal.scopes))
             await visit.wait_to_call()
-        elif self._pace is not None and Scope.ADMIN not in principal.scopes:
+        elif self._pace is not None and OPERATOR.isdisjoint(principal.scopes):
             await self._pace.wait_to_call(principal)
 
     async def share_to_read(self, context: Context) -> Principal | str:
@@ -210,7 +210,7 @@ class Authenticator:
         the key is known to have changed. Raises: KeyInvalid for an unknown, expired or revoked key,
         PermissionDenied, DatabaseUnavailable, AuthenticationThrottled, TooManyCalls.
         """
-        needed = SCOPES[method]  # a method without an entry is always refused
+        roles = ROLES_OF[method]  # a method without a permission is always refused
         digest = digest_of(secret)
         remembered = self._remembered.get(digest)
         if remembered is not None:  # before the lookup, which costs as much as the rest of a call
@@ -220,17 +220,13 @@ class Authenticator:
             principal = await self._look_up(digest, secret, origin.peer)
         if remembered is None or principal is not remembered[2]:
             await self.wait_for_share(principal)
-        # After the check of the key, to hide networks from wrong keys; before that of its scopes,
-        # to hide these from outside addresses.
+        # After the check of the key, to hide networks from wrong keys; before that of its
+        # permissions, to hide these from outside addresses.
         if not allows(principal.networks, origin.address):
             raise AddressNotAllowed(origin.address)
         self._used(principal.api_key_id)
-        if principal.scopes.isdisjoint(needed):
-            raise PermissionDenied(
-                f"Your API key {principal.key_prefix} has the scopes"
-                f" {', '.join(sorted(principal.scopes))}, and this call needs"
-                f" {' or '.join(sorted(needed))}. Use another key, or ask an administrator."
-            )
+        if principal.scopes.isdisjoint(roles):
+            refuse(principal, method)
         if principal.address is origin.address:
             return principal
         found = replace(principal, address=origin.address)

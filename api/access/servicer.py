@@ -20,11 +20,13 @@ from google.protobuf.message import Message
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.access.auth import Authenticator
-from api.access.scopes import READERS
+from api.access.permissions import READERS
+from api.access.roles import Role, is_operator, role_of
 from api.core import wire
 from api.core.errors import TooManyReports
 from api.core.interceptor import Context
 from metering.core.errors import NotFound
+from metering.store.border import Actor, acting
 from metering.store.db import Sessions, patience, read_one_moment
 from metering.tenants import admin_requests
 from metering.tenants.admin_requests import take_changes_lock
@@ -72,7 +74,7 @@ class Reports:
                 self._locks.setdefault(key_id, asyncio.Semaphore(self._per_key_max)),
                 shared,
             ):
-                yield self._sessions
+                yield sessions_of(reader, self._sessions)
         finally:
             self._counts[key_id] -= 1
             if not self._counts[key_id]:
@@ -85,6 +87,21 @@ class Reports:
             async with self.session_of(reader) as sessions, sessions() as session:
                 await read_one_moment(session, REPORT_S)
                 yield session
+
+
+def sessions_of(caller: Principal, sessions: Sessions) -> Sessions:
+    """Return the sessions for a caller's transactions: all but the operator's see one organization.
+
+    A developer sees one project of it.
+    """
+    own_project = Role.DEVELOPER in caller.scopes
+    actor = Actor(
+        role=role_of(caller).word,
+        organization_id=caller.organization_id,
+        is_bound=not is_operator(caller),
+        project_id=caller.project_id if own_project else None,
+    )
+    return acting(sessions, actor)
 
 
 class Repeatable(Protocol):
@@ -120,18 +137,20 @@ class AuthenticatedServicer:
         return await self._authenticator.principal(context)
 
     @contextlib.asynccontextmanager
-    async def _changing(self, *, alone: bool = False) -> AsyncIterator[AsyncSession]:
-        """Open a transaction that commits at the end of the block.
+    async def _changing(
+        self, caller: Principal, *, alone: bool = False
+    ) -> AsyncIterator[AsyncSession]:
+        """Open a transaction of the caller that commits at the end of the block.
 
         With `alone`, no other administrator can make changes until it ends.
         """
-        async with self._sessions.begin() as session:
+        async with sessions_of(caller, self._sessions).begin() as session:
             await take_changes_lock(session, alone=alone)
             yield session
 
     def _reading(self, reader: Principal) -> AbstractAsyncContextManager[AsyncSession]:
         """Open the session in which the caller's list is read."""
-        return self._changing()
+        return self._changing(reader)
 
     @contextlib.asynccontextmanager
     async def _acting(
@@ -139,7 +158,7 @@ class AuthenticatedServicer:
     ) -> AsyncIterator[CallerTransaction]:
         """Authenticate the caller, and open a transaction with `_changing`."""
         principal = await self._caller(context)
-        async with self._changing(alone=alone) as session:
+        async with self._changing(principal, alone=alone) as session:
             yield CallerTransaction(session, principal)
 
     @contextlib.asynccontextmanager
@@ -163,7 +182,10 @@ def once(act: Act[S, R, A]) -> Callable[[S, R, Context], Awaitable[A]]:
         async with self._acting(context) as acting:
             if not request.request_id:
                 return (await act(self, request, acting, ""))[1]
-            request_id, rest = wire.parse_request_id(request.request_id), copy.copy(request)
+            request_id, rest = (
+                own_request_id(request.request_id, acting.principal),
+                copy.copy(request),
+            )
             rest.request_id = ""  # equal ids may differ in spelling
             earlier = await admin_requests.earlier_subject(
                 acting.session,
@@ -177,6 +199,14 @@ def once(act: Act[S, R, A]) -> Callable[[S, R, Context], Awaitable[A]]:
             return response
 
     return call
+
+
+def own_request_id(text: str, caller: Principal) -> uuid.UUID:
+    """Parse a request id. Those of an organization cannot be ids of another one's requests."""
+    request_id = wire.parse_request_id(text)
+    return (
+        request_id if is_operator(caller) else uuid.uuid5(caller.organization_id, str(request_id))
+    )
 
 
 def reading(query: Callable[..., Awaitable[M]]) -> Callable[[S, Any, Context], Awaitable[M]]:

@@ -18,6 +18,7 @@ from weir.v1 import alerts_pb2 as alert_pb
 from weir.v1 import fleet_pb2 as fleet_pb
 
 from api.access.auth import Authenticator
+from api.access.roles import is_operator
 from api.access.servicer import (
     AuthenticatedServicer,
     CallerTransaction,
@@ -46,6 +47,7 @@ from api.admin.tenant_calls import (
     project_message,
 )
 from api.core import wire
+from api.core.errors import PermissionDenied
 from api.core.interceptor import Context
 from api.core.messages import alert_message, webhook_message
 from api.fleet.running_fleet import RunningFleet
@@ -72,7 +74,15 @@ class WebhookCalls(AuthenticatedServicer):
     async def SetAlertWebhook(
         self, request: alert_pb.SetAlertWebhookRequest, acting: CallerTransaction, earlier: str
     ) -> tuple[object, alert_pb.SetAlertWebhookResponse]:
-        """Create a webhook. Only the first response has its secret; a retry returns it without."""
+        """Create a webhook. Only the first response has its secret; a retry returns it without.
+
+        Where webhooks may reach private networks, only the operator may name a host.
+        """
+        if self._private_webhooks and not is_operator(acting.principal):
+            raise PermissionDenied(
+                "This server sends webhooks to private networks too, so only its operator may set"
+                " them. Ask the operator to set this one."
+            )
         if earlier:
             existing = await webhooks.list_webhooks(acting.session, organization=earlier)
             found = webhook_message(existing[0]) if existing else None

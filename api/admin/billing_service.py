@@ -1,8 +1,8 @@
 """`BillingService` and `ReceiptService`: reports, months, invoices, corrections, usage by group,
 forecast, resale to end users, and receipts.
 
-`billing` and `admin` keys may read, and set resale prices, which change no bill; only `admin` keys
-may change anything else.
+Only the operator changes bills; resale prices change none. Keys with a role in an organization
+reach that organization only, whatever a request names: `metering/store/border.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from weir.v1 import resale_pb2 as resale_pb
 from weir.v1 import usage_reports_pb2 as usage_pb
 
 from api.access.auth import Authenticator
-from api.access.scopes import Scope
+from api.access.roles import is_operator
 from api.access.servicer import (
     AuthenticatedServicer,
     CallerTransaction,
@@ -198,30 +198,17 @@ def adjustment_message(record: AdjustmentRecord) -> months_pb2.Adjustment:
     return wire.message_of(months_pb2.Adjustment, record, adjustment_id=record.id)
 
 
-def may_see(reader: Principal, organization_id: object) -> bool:
-    """Return whether the reader may see an organization: administrators any, others their own."""
-    return Scope.ADMIN in reader.scopes or organization_id == reader.organization_id
-
-
-async def visible(session: AsyncSession, reader: Principal, ref: str) -> Organization:
-    """Find an organization by name or id. Raises NotFound, even if it exists but is not visible."""
-    organization = await find_organization(session, ref)
-    if not may_see(reader, organization.id):
-        raise NotFound("organization", ref)
-    return organization
-
-
-async def visible_or_own(session: AsyncSession, reader: Principal, ref: str) -> Organization:
+async def named_or_own(session: AsyncSession, reader: Principal, ref: str) -> Organization:
     """Find an organization by name or id; empty means the reader's own. Raises: NotFound."""
-    return await visible(session, reader, ref or str(reader.organization_id))
+    return await find_organization(session, ref or str(reader.organization_id))
 
 
 async def visible_alerts(
     session: AsyncSession, *, reader: Principal, organization: str, **page: Any
 ) -> tuple[Sequence[ListedAlert], str]:
     """List a page of alerts: of one organization, else all that the reader may see."""
-    of_all = not organization and Scope.ADMIN in reader.scopes
-    owner_id = None if of_all else (await visible_or_own(session, reader, organization)).id
+    of_all = not organization and is_operator(reader)
+    owner_id = None if of_all else (await named_or_own(session, reader, organization)).id
     return await list_alerts(session, organization_id=owner_id, **page)
 
 
@@ -240,7 +227,7 @@ async def visible_end_users(
     """
     if state not in END_USER_STATES:
         raise InvalidValue("state", "must be active, archived or erased, or be left out")
-    owner = await visible_or_own(session, reader, organization)
+    owner = await named_or_own(session, reader, organization)
     found, token = await end_users_page(session, owner.id, state=END_USER_STATES[state], **page)
     if with_usage:
         return await end_users_with_usage(session, owner, found), token
@@ -251,7 +238,7 @@ async def visible_end_user(
     session: AsyncSession, *, reader: Principal, organization: str, end_user: str
 ) -> end_user_pb.GetEndUserResponse:
     """Return an end user with its usage and its limits. Raises: NotFound."""
-    owner = await visible_or_own(session, reader, organization)
+    owner = await named_or_own(session, reader, organization)
     found = await get_end_user(session, owner, end_user)
     return end_user_pb.GetEndUserResponse(
         end_user=end_user_message(found), quotas=map(quota_status, found.quotas)
@@ -273,10 +260,10 @@ def end_user_message(listed: ListedEndUser) -> end_user_pb.EndUser:
 
 
 async def visible_months(
-    session: AsyncSession, *, reader: Principal, organization: str
+    session: AsyncSession, *, organization: str
 ) -> months_pb2.ListMonthsResponse:
     """List the months of an organization, with the payments of their invoices."""
-    owner = await visible(session, reader, organization)
+    owner = await find_organization(session, organization)
     payments = await payments_by_month(session, owner.id)
     found = await list_months(session, owner)
     return months_pb2.ListMonthsResponse(
@@ -285,35 +272,35 @@ async def visible_months(
 
 
 async def visible_adjustments(
-    session: AsyncSession, *, reader: Principal, organization: str, undecided_only: bool
+    session: AsyncSession, *, organization: str, undecided_only: bool
 ) -> Sequence[AdjustmentRecord]:
-    owner = await visible(session, reader, organization)
+    owner = await find_organization(session, organization)
     return await adjustments.list_adjustments(session, owner.id, undecided_only=undecided_only)
 
 
 async def visible_receipts(
-    session: AsyncSession, *, reader: Principal, organization: str, month: str, **page: Any
+    session: AsyncSession, *, organization: str, month: str, **page: Any
 ) -> tuple[Sequence[IssuedReceipt], str]:
     """List a page of an organization's receipts of a month, by time."""
     begins = month_bounds(month)[0].date()
-    owner = await visible(session, reader, organization)
+    owner = await find_organization(session, organization)
     return await receipts_page(session, owner.id, begins, **page)
 
 
 async def report_of(
-    session: AsyncSession, *, reader: Principal, organization: str, month: str
+    session: AsyncSession, *, organization: str, month: str
 ) -> pb.GetMonthReportResponse:
-    owner = await visible(session, reader, organization)
+    owner = await find_organization(session, organization)
     return report_message(await month_report(session, organization=str(owner.id), month=month))
 
 
 async def document_of(
-    session: AsyncSession, *, reader: Principal, organization: str, month: str, format: Any
+    session: AsyncSession, *, organization: str, month: str, format: Any
 ) -> months_pb2.GetMonthDocumentResponse:
     """Return the report of a month as JSON or CSV. Raises: InvalidValue."""
     if (write := DOCUMENTS.get(format)) is None:
         raise InvalidValue("format", "must be JSON or CSV")
-    owner = await visible(session, reader, organization)
+    owner = await find_organization(session, organization)
     report = await month_report(session, organization=str(owner.id), month=month)
     content = write(report).encode()
     entry = await month_entry(session, owner, month)
@@ -334,7 +321,7 @@ async def forecast_of(
 
     Raises: InvalidValue.
     """
-    owner = await visible_or_own(session, reader, organization)
+    owner = await named_or_own(session, reader, organization)
     now = await database_now(session)
     month = month or month_text(now.astimezone(UTC))
     begins, _ = month_bounds(month)
@@ -348,7 +335,7 @@ async def reconciliation_of(
     session: AsyncSession, *, reader: Principal, organization: str, month: str
 ) -> reconcile_pb.GetReconciliationResponse:
     """Compare the totals of a month at each stage of billing, in one snapshot."""
-    owner = await visible_or_own(session, reader, organization)
+    owner = await named_or_own(session, reader, organization)
     found, is_exported = await reconcile_locally(session, month, owner.id)
     return reconcile_pb.GetReconciliationResponse(
         organization_name=owner.name,
@@ -361,10 +348,10 @@ async def reconciliation_of(
 
 
 async def verification_of(
-    session: AsyncSession, *, reader: Principal, organization: str, month: str
+    session: AsyncSession, *, organization: str, month: str
 ) -> months_pb2.VerifyMonthResponse:
     """Recompute the documents of a closed month, and compare them with those of its close."""
-    owner = await visible(session, reader, organization)
+    owner = await find_organization(session, organization)
     found = await verify_month(session, owner, month)
     return months_pb2.VerifyMonthResponse(
         month=await one_month(session, owner, month),
@@ -376,15 +363,13 @@ async def verification_of(
 
 
 async def invoice_of(
-    session: AsyncSession, *, reader: Principal, number: str, organization: str, month: str
+    session: AsyncSession, *, number: str, organization: str, month: str
 ) -> months_pb2.GetInvoiceResponse:
     """Look up an invoice by its number, else that of a month. Raises: NotFound."""
     if number:
         row = await find_invoice_row(session, number)
-        if not may_see(reader, row.organization_id):
-            raise NotFound("invoice", number)
     else:
-        owner = await visible(session, reader, organization)
+        owner = await find_organization(session, organization)
         found = await invoice_of_month(session, owner.id, month_bounds(month)[0].date())
         if found is None:
             raise NotFound("invoice", f"{owner.name} {month}")
@@ -402,7 +387,7 @@ async def visible_resale_prices(
     session: AsyncSession, *, reader: Principal, organization: str, **page: Any
 ) -> tuple[Sequence[ResalePrice], str]:
     """List a page of an organization's resale prices."""
-    owner = await visible_or_own(session, reader, organization)
+    owner = await named_or_own(session, reader, organization)
     return await resale_prices.list_resale_prices(session, owner.id, **page)
 
 
@@ -410,7 +395,7 @@ async def visible_statements(
     session: AsyncSession, *, reader: Principal, organization: str, month: str, **page: Any
 ) -> tuple[Sequence[resale.Statement], str]:
     """List a page of the statements of a month."""
-    owner = await visible_or_own(session, reader, organization)
+    owner = await named_or_own(session, reader, organization)
     return await resale.statement_page(session, owner, month, **page)
 
 
@@ -424,7 +409,7 @@ async def visible_rentals(
     session: AsyncSession, *, reader: Principal, organization: str, **page: Any
 ) -> tuple[Sequence[rentals.ListedRental], str]:
     """List a page of an organization's rentals of replicas."""
-    owner = await visible_or_own(session, reader, organization)
+    owner = await named_or_own(session, reader, organization)
     return await rentals.list_rentals(session, owner, **page)
 
 
@@ -484,7 +469,7 @@ class BillingReads(AuthenticatedServicer):
 
 
 class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
-    """Implements `proto/weir/v1/billing_service.proto`. `api/access/scopes.py` has the scopes."""
+    """Implements `proto/weir/v1/billing_service.proto`. `api/access/permissions.py` has roles."""
 
     def __init__(
         self, authenticator: Authenticator, sessions: Sessions, reports: Reports, issuer: Issuer
@@ -535,8 +520,6 @@ class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
         if request.credit_note_number:
             async with self._reports.session_of(principal) as sessions, sessions.begin() as session:
                 note = await adjustments.find_credit_note(session, request.credit_note_number)
-                if not may_see(principal, note.organization_id):
-                    raise NotFound("credit note", request.credit_note_number)
                 document = await document_of_credit_note(session, note, self._issuer, self._draw)
             name, media_type = f"{note.credit_note_number}.pdf", "application/pdf"
             await send_file(context, name, media_type, io.BytesIO(document.pdf))
@@ -549,7 +532,7 @@ class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
             raise InvalidValue("format", "must be FOCUS_CSV for tags: an invoice has none")
         with tempfile.SpooledTemporaryFile(max_size=FILE_BYTES_IN_MEMORY) as file:
             async with self._reading(principal) as session:
-                owner = await visible_or_own(session, principal, request.organization)
+                owner = await named_or_own(session, principal, request.organization)
                 report = await month_report(
                     session, organization=str(owner.id), month=request.month
                 )
@@ -606,7 +589,7 @@ class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
         self, request: resale_pb.SetResalePriceRequest, acting: CallerTransaction, earlier: str
     ) -> tuple[object, resale_pb.SetResalePriceResponse]:
         """Add a version to an organization's resale prices; a `billing` key only to its own."""
-        owner = await visible_or_own(acting.session, acting.principal, request.organization)
+        owner = await named_or_own(acting.session, acting.principal, request.organization)
         if earlier:
             price = await resale_prices.get_resale_price(acting.session, int(earlier))
         else:
@@ -622,7 +605,7 @@ class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
         self, request: resale_pb.RentReplicasRequest, acting: CallerTransaction, earlier: str
     ) -> tuple[object, resale_pb.RentReplicasResponse]:
         """Record a rental of replicas; a `billing` key only one of its own organization."""
-        owner = await visible_or_own(acting.session, acting.principal, request.organization)
+        owner = await named_or_own(acting.session, acting.principal, request.organization)
         if earlier:
             rental = await rentals.find_rental(acting.session, owner.id, int(earlier))
         else:
@@ -642,7 +625,7 @@ class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
     ) -> resale_pb.EndReplicaRentalResponse:
         """Set the end of a rental; a `billing` key only of its own organization."""
         async with self._acting(context) as acting:
-            owner = await visible_or_own(acting.session, acting.principal, request.organization)
+            owner = await named_or_own(acting.session, acting.principal, request.organization)
             rental = await rentals.end_rental(
                 acting.session,
                 owner,
@@ -661,7 +644,7 @@ class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
         if request.format not in resale_pb.ResaleStatementFormat.values():
             raise InvalidValue("format", "must be JSON, CSV or PDF, or be left out")
         async with self._reading(reader) as session:
-            owner = await visible_or_own(session, reader, request.organization)
+            owner = await named_or_own(session, reader, request.organization)
             found = await resale.find_statement(session, owner, request.month, request.end_user)
         content = b""
         if (write := STATEMENT_DOCUMENTS.get(request.format)) is not None:
@@ -767,13 +750,13 @@ async def usage_filter(
     period = period_of(request.month, request.first_day, request.last_day, today)
     day = parse_day(request.day)
     of = UsageFilter(period, day=day, model=request.model, labels=dict(request.labels))
-    if not request.organization and "admin" in principal.scopes:
+    if not request.organization and is_operator(principal):
         if request.project or request.api_key or request.end_user:
             raise InvalidValue(
                 "organization", "is required with a project, an API key or an end user"
             )
         return of, ""
-    owner = await visible_or_own(session, principal, request.organization)
+    owner = await named_or_own(session, principal, request.organization)
     project_id = api_key_id = None
     if request.project:
         project = await find_project(session, request.project, organization=owner.name)
@@ -836,10 +819,10 @@ def receipt_key_message(key: Any) -> receipts_pb2.ReceiptKey:
 
 
 async def receipt_month_of(
-    session: AsyncSession, *, reader: Principal, organization: str, month: str
+    session: AsyncSession, *, organization: str, month: str
 ) -> receipt_pb.GetReceiptMonthResponse:
     begins = month_bounds(month)[0].date()
-    owner = await visible(session, reader, organization)
+    owner = await find_organization(session, organization)
     found = await receipt_month(session, owner.id, begins)
     names = {"organization_id": owner.id, "month": month}
     return wire.message_of(receipt_pb.GetReceiptMonthResponse, found, **names)

@@ -39,6 +39,7 @@ from metering.pricing.prices import PriceTerms
 from metering.pricing.resale_prices import ResaleTerms
 from metering.quotas.quota_admin import THRESHOLDS_MAX
 from metering.tenants.authentication import Principal
+from metering.tenants.key_terms import effective_scopes
 from metering.tenants.networks import normalized
 
 InThread = Callable[[Principal, int, Callable[[], Any]], Awaitable[Any]]
@@ -168,7 +169,7 @@ class Parsing:
         return record_of(
             KeySpec,
             message,
-            scopes=tuple(sorted(set(message.scopes))) or ("inference",),
+            scopes=tuple(sorted(effective_scopes(message.scopes, message.role))),
             models=tuple(sorted(set(message.models))),
             allowed_networks=normalized(message.allowed_networks),
             max_input_tokens=message.max_input_tokens or None,
@@ -290,7 +291,7 @@ def quota_message(quota: tuple[QuotaKey, QuotaSpec]) -> configuration_pb2.QuotaC
     if spec.alert_at is not None:
         terms["alert_at"] = AlertThresholds(values=spec.alert_at)
     kind, until = configuration_pb2.QuotaConfiguration, spec.override_until
-    return wire.message_of(kind, spec, **asdict(key), **terms, override_end_time=until)
+    return wire.message_of(kind, spec, **_identity(key), **terms, override_end_time=until)
 
 
 def quota_key(
@@ -302,7 +303,12 @@ def quota_key(
 
 def quota_key_message(key: QuotaKey) -> configuration_pb2.QuotaConfiguration:
     dimension = wire.DIMENSION_NUMBERS[key.dimension]
-    return configuration_pb2.QuotaConfiguration(**asdict(key) | {"dimension": dimension})
+    return configuration_pb2.QuotaConfiguration(**_identity(key) | {"dimension": dimension})
+
+
+def _identity(key: QuotaKey) -> dict[str, Any]:
+    """Return the fields of a limit's identity; all limits of a configuration are the operator's."""
+    return {name: value for name, value in asdict(key).items() if name != "set_by_organization"}
 
 
 def answer_of(work: Attempts, *, secrets: bool) -> configuration_pb2.ApplyConfigurationResponse:

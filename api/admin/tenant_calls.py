@@ -10,6 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as pb
 from weir.v1.types_pb2 import QuotaStatus
 
+from api.access.permissions import check_may_give, check_permissions
+from api.access.roles import is_operator
 from api.access.servicer import AuthenticatedServicer, CallerTransaction, once, removed
 from api.admin.configuration_calls import quota_key, stated_terms
 from api.core import wire
@@ -24,6 +26,7 @@ from metering.quotas import quota_admin, quota_states
 from metering.quotas.erasure import Erasure
 from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import QuotaState
+from metering.store.db import database_now
 from metering.tenants import admin_requests, api_keys, tenants
 from metering.tenants.api_keys import find_api_key
 from metering.tenants.billing_profiles import (
@@ -32,6 +35,7 @@ from metering.tenants.billing_profiles import (
     billing_profiles,
     set_billing_profile,
 )
+from metering.tenants.key_groups import lock_groups
 from metering.tenants.key_terms import KeyTerms
 from metering.tenants.networks import excludes
 from metering.tenants.queue_weights import (
@@ -127,13 +131,21 @@ class TenantCalls(AuthenticatedServicer):
         if earlier:
             key = await api_keys.find_api_key(session, earlier)
         else:
+            terms, lifetime = (
+                self._terms(request)(KeyTerms()),
+                wire.given_duration(request, "lifetime"),
+            )
+            expires_at = None
+            if lifetime is not None:
+                expires_at = await database_now(session) + api_keys.checked_lifetime(lifetime)
+            check_may_give(acting.principal, terms, expires_at)
             key, secret, existed = await admin_requests.ensure_api_key(
                 session,
                 organization=request.organization,
                 project=request.project,
                 name=request.name,
-                terms=self._terms(request)(KeyTerms()),
-                lifetime=wire.given_duration(request, "lifetime"),
+                terms=terms,
+                lifetime=lifetime,
                 allow_existing=request.allow_existing,
                 actor=acting.actor,
             )
@@ -151,6 +163,8 @@ class TenantCalls(AuthenticatedServicer):
             key = await api_keys.find_api_key(acting.session, earlier)
             ends_at = key.overlap_ends_at
         else:
+            present = await self._present(acting, request.api_key)
+            check_may_give(acting.principal, present, present.expires_at)
             key, secret, ends_at = await api_keys.rotate_api_key(
                 acting.session,
                 api_key=request.api_key,
@@ -166,6 +180,8 @@ class TenantCalls(AuthenticatedServicer):
     ) -> pb.UpdateApiKeyResponse:
         uncounted: list[Uncounted] = []
         async with self._acting(context) as acting:
+            present = await self._present(acting, request.api_key)
+            check_may_give(acting.principal, present, present.expires_at)
             key = await api_keys.update_api_key(
                 acting.session,
                 api_key=request.api_key,
@@ -184,15 +200,26 @@ class TenantCalls(AuthenticatedServicer):
                     f"must include {acting.principal.address}, from which this key makes this call:"
                     " add a network with that address, or use another key",
                 )
+            check_may_give(acting.principal, key, key.expires_at)
             await recount(acting.session, uncounted)
             return pb.UpdateApiKeyResponse(api_key=key_message(key))
 
     async def RevokeApiKey(
         self, request: pb.RevokeApiKeyRequest, context: Context
     ) -> pb.RevokeApiKeyResponse:
-        async with self._transaction(context) as (session, actor):
-            key = await api_keys.revoke_api_key(session, api_key=request.api_key, actor=actor)
+        async with self._acting(context) as acting:
+            check_permissions(acting.principal, await self._present(acting, request.api_key))
+            key = await api_keys.revoke_api_key(
+                acting.session, api_key=request.api_key, actor=acting.actor
+            )
             return pb.RevokeApiKeyResponse(api_key=key_message(key))
+
+    async def _present(self, acting: CallerTransaction, ref: str) -> api_keys.KeyRecord:
+        """Look up a key and lock it, so that its terms are those that are changed."""
+        found = await api_keys.find_api_key(acting.session, ref)
+        await lock_groups(acting.session, found.organization_id)  # before the key, as all changes
+        await api_keys.locked_key(acting.session, found.id)
+        return await api_keys.find_api_key(acting.session, ref)
 
     def _terms(
         self, request: pb.CreateApiKeyRequest | pb.UpdateApiKeyRequest
@@ -293,7 +320,8 @@ class QuotaCalls(AuthenticatedServicer):
             wire.SUBJECTS_BY_NUMBER.get(request.subject),
             wire.DIMENSIONS_BY_NUMBER.get(request.dimension),
         )
-        async with self._transaction(context) as (session, actor):
+        async with self._acting(context) as acting:
+            session, actor = acting.session, acting.actor
             if subject is None:
                 raise InvalidValue("subject", "must be an organization, a project or an API key")
             if dimension is None:
@@ -304,7 +332,10 @@ class QuotaCalls(AuthenticatedServicer):
                 session,
                 subject=subject,
                 subject_ref=request.subject_ref,
-                key=quota_key(dimension, request),
+                key=replace(
+                    quota_key(dimension, request),
+                    set_by_organization=not is_operator(acting.principal),
+                ),
                 terms=partial(replace, **stated_terms(request)),
                 actor=actor,
             )
@@ -321,23 +352,29 @@ class QuotaCalls(AuthenticatedServicer):
         self, request: pb.OverrideQuotaRequest, context: Context
     ) -> pb.OverrideQuotaResponse:
         """Set a temporary override of a limit, or end it."""
-        async with self._transaction(context) as (session, actor):
+        async with self._acting(context) as acting:
             until = wire.given_time(request, "expire_time")
             state = await quota_admin.override_quota(
-                session,
+                acting.session,
                 quota_id=request.quota_id,
                 limit_value=request.limit_value,
                 until=until,
                 reason=request.reason,
-                actor=actor,
+                actor=acting.actor,
+                by_organization=not is_operator(acting.principal),
             )
-            return pb.OverrideQuotaResponse(quota=await self._status(session, state))
+            return pb.OverrideQuotaResponse(quota=await self._status(acting.session, state))
 
     async def DeleteQuota(
         self, request: pb.DeleteQuotaRequest, context: Context
     ) -> pb.DeleteQuotaResponse:
-        async with self._transaction(context) as (session, actor):
-            removal = quota_admin.delete_quota(session, quota_id=request.quota_id, actor=actor)
+        async with self._acting(context) as acting:
+            removal = quota_admin.delete_quota(
+                acting.session,
+                quota_id=request.quota_id,
+                actor=acting.actor,
+                by_organization=not is_operator(acting.principal),
+            )
             return pb.DeleteQuotaResponse(
                 deleted=await removed(removal, allow_missing=request.allow_missing)
             )

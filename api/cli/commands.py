@@ -379,6 +379,13 @@ def reconcile(
         raise typer.Exit(ExitCode.FAILED)
 
 
+def roles(as_json: JsonOption = False) -> None:
+    """Show the permissions of each role, and with --json the calls that need them."""
+    from api.cli.roles import print_roles
+
+    print_roles(as_json=as_json)
+
+
 retention = typer.Typer(
     help="Keep details of usage and audit entries for a limited time.", no_args_is_help=True
 )

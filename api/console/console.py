@@ -26,7 +26,7 @@ from google.protobuf.message_factory import GetMessageClass
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from api.access.auth import Authenticator
-from api.access.scopes import SCOPES
+from api.access.permissions import ROLES_OF
 from api.core.addresses import FORWARDED_FOR
 from api.core.errors import FieldViolation, InvalidRequest, MessageUnreadable
 from api.core.interceptor import Failed, guarded, writing
@@ -327,7 +327,7 @@ class Console:
             "calls": [
                 name
                 for name, call in self._calls.items()
-                if not principal.scopes.isdisjoint(SCOPES[call.path])
+                if not principal.scopes.isdisjoint(ROLES_OF[call.path])
             ],
         }
         return as_json(json.dumps(session))

@@ -81,6 +81,18 @@ class PermissionDenied(ApiError):
     reason = "PERMISSION_DENIED"
 
 
+class RoleExceeded(PermissionDenied):
+    """The call would give a key rights that the calling key does not have."""
+
+    reason = "ROLE_EXCEEDED"
+
+    def __init__(self, key_prefix: str, right: str) -> None:
+        super().__init__(
+            f"Your API key {key_prefix} cannot give or change a key with {right}, which it does not"
+            " have itself. Name less, or use a key of a wider role."
+        )
+
+
 class AddressNotAllowed(PermissionDenied):
     """The API key may be used only from certain networks, and this call comes from elsewhere."""
 

@@ -140,6 +140,7 @@ def quota_in_force(
         within_id=str(rule.within_id or ""),
         selector_id=str(rule.selector_id or ""),
         group=rule.group,
+        set_by_organization=rule.set_by_organization,
     )
     if rule.override_until is not None:
         status.override_end_time.CopyFrom(known_time(rule.override_until))

@@ -59,6 +59,7 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
         errors.AddressNotAllowed,
         errors.PermissionDenied,
         errors.ModelNotAllowed,
+        errors.RoleExceeded,
     ),
     code_pb2.INVALID_ARGUMENT: (
         errors.KeepTooLong,

@@ -851,12 +851,13 @@ async def limits_of(
 
     Those of label values within the subjects belong to them; those of end users, of which there may
     be a million, only if they are named. Prepaid credit is left out: it is set by grants. What a
-    selector gives is left out as well.
+    selector gives is left out as well, and so are the limits that organizations set themselves.
     """
     settable = (
         select(Quota, UsageSubject)
         .outerjoin(UsageSubject, UsageSubject.id == Quota.subject_id)
         .where(Quota.deleted_at.is_(None), Quota.selector_id.is_(None))
+        .where(Quota.set_by_organization.is_(False))
         .where(Quota.dimension != QuotaDimension.PREPAID_CREDIT_PICOS)
         .execution_options(populate_existing=True)
     )

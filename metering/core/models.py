@@ -22,6 +22,7 @@ from sqlalchemy import (
     BigInteger,
     Date,
     DateTime,
+    FetchedValue,
     ForeignKey,
     Identity,
     Integer,
@@ -159,6 +160,8 @@ class ApiKey(Base):
     strict_parameters: Mapped[bool] = mapped_column(server_default=text("false"))
     # Group of keys within the organization, for limits on each of them; empty for none.
     group: Mapped[str] = mapped_column(server_default="")
+    # Role in the organization; empty for none.
+    role: Mapped[str] = mapped_column(server_default="")
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
@@ -187,6 +190,9 @@ class AuditEntry(Base):
     subject_id: Mapped[str]
     before: Mapped[dict[str, Any] | None]
     after: Mapped[dict[str, Any] | None]
+    # Of the key that made the change; the role is empty or None if that was not a key.
+    actor_role: Mapped[str | None] = mapped_column(server_default=FetchedValue())
+    actor_organization_id: Mapped[uuid.UUID | None] = mapped_column(server_default=FetchedValue())
 
 
 class ServiceTier(StrEnum):
@@ -370,6 +376,8 @@ class Quota(Base):
     model: Mapped[str] = mapped_column(server_default="")
     dimension: Mapped[str]
     window_minutes: Mapped[int] = mapped_column(Integer(), server_default="0")
+    # By a key of the organization, not by the operator, whose limits it cannot change.
+    set_by_organization: Mapped[bool] = mapped_column(server_default=text("false"))
     limit_value: Mapped[int]
     input_weight_milli: Mapped[int] = mapped_column(Integer(), server_default="1000")
     cached_input_weight_milli: Mapped[int] = mapped_column(Integer(), server_default="1000")
@@ -389,7 +397,8 @@ class Quota(Base):
 
 
 # Columns that say what a limit counts. Limits of a subject that agree in them replace each other.
-QUOTA_TARGET = ("model", "dimension", "window_minutes")
+# Those of the operator and of the organization both apply.
+QUOTA_TARGET = ("model", "dimension", "window_minutes", "set_by_organization")
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +408,8 @@ class QuotaKey:
     `window_minutes` is the length of a rolling window, 0 for any other dimension.
     `for_each` is `end_user`, `label:KEY` or `key:GROUP` for a selector, otherwise empty. With
     `end_user` or with `label`, which is `KEY=VALUE`, the limit is one of this end user or label
-    value within the subject.
+    value within the subject. The operator's limits and those that the organization set itself are
+    different ones.
     """
 
     dimension: QuotaDimension
@@ -409,6 +419,7 @@ class QuotaKey:
     end_user: str = ""
     label: str = ""
     window_minutes: int = 0
+    set_by_organization: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ CASE WHEN deleted_at IS NOT NULL THEN NULL WHEN override_until > now() THEN over
 input_weight_milli, cached_input_weight_milli, output_weight_milli, enforced,
 limit_value AS base_limit_value,
 CASE WHEN override_until > now() THEN override_until END AS override_until,
-for_each, within_id, selector_id, window_minutes,
+for_each, within_id, selector_id, window_minutes, set_by_organization,
 CASE WHEN within_id IS NULL THEN '' ELSE coalesce((
     SELECT CASE WHEN kind = 'label' THEN label_key || '=' || name ELSE name END
     FROM usage_subjects u WHERE u.id = subject_id), '') END AS subject_name,

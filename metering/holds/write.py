@@ -99,10 +99,10 @@ WHERE id IN (
 INSERT_MEMBER_QUOTAS = """
 INSERT INTO quotas (id, subject, subject_id, within_id, selector_id, model, dimension,
     window_minutes, limit_value, input_weight_milli, cached_input_weight_milli,
-    output_weight_milli, enforced, alert_at)
+    output_weight_milli, enforced, alert_at, set_by_organization)
 SELECT v.id, v.subject, v.subject_id, s.subject_id, s.id, s.model, s.dimension,
     s.window_minutes, s.limit_value, s.input_weight_milli, s.cached_input_weight_milli,
-    s.output_weight_milli, s.enforced, s.alert_at
+    s.output_weight_milli, s.enforced, s.alert_at, s.set_by_organization
 FROM unnest(%s::uuid[], %s::text[], %s::uuid[], %s::uuid[])
     AS v(id, subject, subject_id, selector_id)
 JOIN quotas s ON s.id = v.selector_id

@@ -74,7 +74,7 @@ WHERE t.organization_id = :organization_id
   AND t.billing_month = :month
   AND t.kind = '{TransactionKind.ADJUSTMENT}'
   AND a.invoice_id IS NULL
-GROUP BY t.id, a.id
+GROUP BY t.id, t.source_id, t.description, a.reason
 ORDER BY t.id
 """)
 CREDIT_NOTES = text("""

@@ -284,7 +284,7 @@ LEFT JOIN ledger_transactions t
    AND t.kind = '{TransactionKind.USAGE}'
 LEFT JOIN ledger_entries e ON e.transaction_id = t.id AND e.token_kind IS NOT NULL
 WHERE o.id = :organization_id
-GROUP BY o.id
+GROUP BY o.id, o.name, o.currency_code
 """)
 FROZEN_SUMS = text("""
 SELECT coalesce(sum(l.cost_picos), 0) AS stated_picos,

@@ -205,8 +205,8 @@ HOLD_CHECKS = (
                       WHERE o.subject_id = k.id
                         AND o.selector_id IS NULL
                         AND o.deleted_at IS NULL
-                        AND (o.model, o.dimension, o.window_minutes)
-                            = (s.model, s.dimension, s.window_minutes)
+                        AND (o.model, o.dimension, o.window_minutes, o.set_by_organization)
+                            = (s.model, s.dimension, s.window_minutes, s.set_by_organization)
                   )
             ) AS due
             FULL JOIN (

@@ -9,7 +9,7 @@ order in which they happened.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from itertools import pairwise
 
@@ -126,6 +126,12 @@ OF_SELECTOR = (
     "this limit comes from a selector: change the selector, or set a limit of this end user, label"
     " value or key, which then applies instead"
 )
+OF_OPERATOR = (
+    "this limit was set by the operator of the service: set a lower one of your own on the same,"
+    " which applies as well, or ask the operator"
+)
+# Columns that identify a limit, besides its target.
+IDENTITY = ("subject_id", "within_id", "for_new_keys", "for_each", *QUOTA_TARGET)
 OF_CREDIT = (
     "prepaid credit cannot be set as a limit: grant credit, or make the organization no longer"
     " prepaid only"
@@ -186,6 +192,8 @@ async def set_quota(
     if callable(terms):
         terms = terms(QuotaTerms(0) if old_terms is None else record_of(QuotaTerms, old_terms))
     values = checked_terms(key.dimension, terms)
+    if key.set_by_organization:
+        await _check_below_operator(session, identity, terms.limit_value)
     if old is None:
         quota = (
             await session.scalars(insert(Quota).values(**identity, **values).returning(Quota))
@@ -221,12 +229,13 @@ async def override_quota(
     until: datetime | None,
     reason: str,
     actor: str,
+    by_organization: bool = False,
 ) -> QuotaState:
     """Raise a limit until a time of the database's clock; `until` None ends the override.
 
-    Raises: NotFound, InvalidValue.
+    With `by_organization`, the operator's limits are refused. Raises: NotFound, InvalidValue.
     """
-    quota = await _existing(session, quota_id)
+    quota = await _existing(session, quota_id, by_organization=by_organization)
     if until is None:
         values = NO_OVERRIDE
     else:
@@ -244,6 +253,9 @@ async def override_quota(
                 f"must be above {quota.limit_value} and at most"
                 f" {LIMIT_MAX}{in_units(QuotaDimension(quota.dimension))}",
             )
+        if quota.set_by_organization:
+            identity = {name: getattr(quota, name) for name in IDENTITY}
+            await _check_below_operator(session, identity, limit_value)
         if not now < until <= now + OVERRIDE_MAX:
             raise InvalidValue(
                 "expire_time",
@@ -263,10 +275,19 @@ async def override_quota(
 
 
 async def delete_quota(
-    session: AsyncSession, *, quota_id: str, actor: str, later: list[Uncounted] | None = None
+    session: AsyncSession,
+    *,
+    quota_id: str,
+    actor: str,
+    later: list[Uncounted] | None = None,
+    by_organization: bool = False,
 ) -> None:
-    """Remove one limit, even for running requests; `later` as in `set_quota`. Raises: NotFound."""
-    await retire_quota(session, await _existing(session, quota_id), actor, later)
+    """Remove one limit, even for running requests; `later` as in `set_quota`.
+
+    With `by_organization`, the operator's limits are refused. Raises: NotFound, InvalidValue.
+    """
+    quota = await _existing(session, quota_id, by_organization=by_organization)
+    await retire_quota(session, quota, actor, later)
 
 
 async def retire_quota(
@@ -274,8 +295,8 @@ async def retire_quota(
 ) -> None:
     """Mark a quota as deleted. Its row is kept for the holds charged to it.
 
-    A limit of a usage subject or key that a selector also concerns becomes one of the selector, and
-    keeps its usage. The limits of a deleted selector end with it.
+    A limit of a usage subject or key that a selector of the same author also concerns becomes one
+    of the selector, and keeps its usage. The limits of a deleted selector end with it.
     """
     if quota.selector_id is not None:
         raise InvalidValue("quota_id", OF_SELECTOR)
@@ -466,6 +487,7 @@ async def _identity(
         "model": key.model,
         "for_new_keys": key.for_new_keys,
         "for_each": key.for_each,
+        "set_by_organization": key.set_by_organization,
     }
     if not key.end_user and not key.label:
         return columns, False
@@ -550,12 +572,43 @@ def _check_weights(dimension: QuotaDimension, weights: Weights) -> None:
         )
 
 
-async def _existing(session: AsyncSession, quota_id: str) -> Quota:
+async def _check_below_operator(
+    session: AsyncSession, identity: Mapping[str, object], limit_value: int
+) -> None:
+    """Raise InvalidValue if an organization's limit is above the operator's on the same.
+
+    A limit that is not enforced refuses nothing, so it bounds no other.
+    """
+    of_operator = dict(identity) | {"set_by_organization": False}
+    selector = aliased(Quota)
+    allowed = await session.scalar(
+        select(func.min(func.coalesce(selector.limit_value, Quota.limit_value)))
+        .select_from(Quota)
+        .outerjoin(selector, selector.id == Quota.selector_id)
+        .where(
+            *(getattr(Quota, column) == value for column, value in of_operator.items()),
+            Quota.deleted_at.is_(None),
+            func.coalesce(selector.enforced, Quota.enforced),
+        )
+    )
+    if allowed is not None and limit_value > allowed:
+        raise InvalidValue(
+            "limit_value",
+            f"must be at most {allowed}, which is the operator's limit on the same, got"
+            f" {limit_value}: a higher one would have no effect",
+        )
+
+
+async def _existing(
+    session: AsyncSession, quota_id: str, *, by_organization: bool = False
+) -> Quota:
     """Lock a quota's subject and return the quota. Raises: NotFound, InvalidValue."""
     key = as_uuid(quota_id)
     quota = None if key is None else await session.get(Quota, key)
     if quota is None:
         raise NotFound("quota", quota_id)
+    if by_organization and not quota.set_by_organization:
+        raise InvalidValue("quota_id", OF_OPERATOR)
     if quota.dimension == QuotaDimension.PREPAID_CREDIT_PICOS:
         raise InvalidValue("quota_id", OF_CREDIT)
     if quota.within_id is None:

@@ -358,9 +358,9 @@ WHERE within_id = :within_id
 """)
 INSERT_MEMBER_QUOTAS = text("""
 INSERT INTO quotas (id, subject, subject_id, within_id, selector_id, model, dimension,
-    window_minutes, limit_value)
+    window_minutes, limit_value, set_by_organization)
 SELECT m.id, :subject, m.subject_id, s.subject_id, s.id, s.model, s.dimension, s.window_minutes,
-    s.limit_value
+    s.limit_value, s.set_by_organization
 FROM unnest(CAST(:ids AS uuid[]), CAST(:subject_ids AS uuid[])) AS m(id, subject_id),
     quotas s
 WHERE s.id = :selector_id
@@ -402,8 +402,8 @@ FROM quotas o
 WHERE o.id = ANY(:quota_ids)
   AND o.within_id IS NOT NULL
   AND o.selector_id IS NULL
-  AND (q.subject_id, q.model, q.dimension, q.window_minutes, q.within_id)
-      = (o.subject_id, o.model, o.dimension, o.window_minutes, o.within_id)
+  AND (q.subject_id, q.model, q.dimension, q.window_minutes, q.within_id, q.set_by_organization)
+      = (o.subject_id, o.model, o.dimension, o.window_minutes, o.within_id, o.set_by_organization)
   AND q.selector_id IS NOT NULL
   AND q.deleted_at IS NULL
 """)

@@ -326,6 +326,7 @@ class QuotaRule:
     within_id: uuid.UUID | None = None
     selector_id: uuid.UUID | None = None
     window_minutes: int = 0
+    set_by_organization: bool = False
     subject_name: str = ""
     scope_name: str = ""
     group: str = ""
@@ -351,10 +352,11 @@ class QuotaRule:
         object.__setattr__(self, "counts_tokens", kind is Kind.TOKENS or kind is Kind.MONEY)
 
     @property
-    def target(self) -> tuple[uuid.UUID, QuotaDimension, int, str]:
-        """Scope, dimension, window and model: a subject has one limit in force for each target."""
+    def target(self) -> tuple[uuid.UUID, QuotaDimension, int, str, bool]:
+        """Scope, dimension, window, model and author: a subject has one limit for each target."""
         scope_id = self.within_id or self.subject_id
-        return scope_id, self.dimension, self.window_minutes, self.model
+        what = self.dimension, self.window_minutes, self.model
+        return scope_id, *what, self.set_by_organization
 
     def of_subject(self, number: int, subject_id: uuid.UUID, name: str) -> QuotaRule:
         """Build the rule that this selector gives to a usage subject."""

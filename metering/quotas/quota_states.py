@@ -443,6 +443,7 @@ def _state(
         for_each=quota.for_each,
         within_id=quota.within_id,
         selector_id=quota.selector_id,
+        set_by_organization=quota.set_by_organization,
         subject_name=names.get(quota.subject_id, "") if quota.within_id else "",
         scope_name=scope.partition("/")[2] if quota.within_id or quota.for_each else "",
         group=selector.for_each.removeprefix(FOR_KEYS)

@@ -9,6 +9,7 @@ months closed even if its password is stolen.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import LiteralString
 
@@ -23,6 +24,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 import metering
+from metering.store.border import SCHEMA as BORDER
 from metering.store.db import connection_options, psycopg_conninfo, sqlalchemy_url
 from metering.store.refusals import is_conflict
 
@@ -197,6 +199,11 @@ GROUP BY c.oid
 """
 
 
+BORDERED = """
+SELECT relname FROM pg_class WHERE relnamespace = 'organization_border'::regnamespace
+"""
+
+
 class RoleUnfit(Exception):
     """The role cannot be used as the application role. Nothing was granted."""
 
@@ -264,16 +271,23 @@ def _grant(connection: psycopg.Connection, role: str) -> None:
     run("REVOKE ALL ON ALL SEQUENCES IN SCHEMA public FROM {role}")
     run("GRANT SELECT ON ALL TABLES IN SCHEMA public TO {role}")
     run("GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {role}")  # nextval, not setval
+    run("REVOKE ALL ON ALL TABLES IN SCHEMA organization_border FROM {role}")
+    run("GRANT USAGE ON SCHEMA organization_border TO {role}")
+    run("GRANT SELECT ON ALL TABLES IN SCHEMA organization_border TO {role}")
+    bordered = {name for (name,) in connection.execute(BORDERED)}
+
+    def named(table: str) -> Iterator[sql.Identifier]:
+        yield sql.Identifier("public", table)
+        if table in bordered:  # the view needs the same rights as its table
+            yield sql.Identifier(BORDER, table)
+
     for table, rights in _rights(connection).items():
-        if rights:
+        for each in named(table) if rights else ():
             listed = sql.SQL(", ").join(map(sql.SQL, sorted(rights)))
-            run(
-                "GRANT {rights} ON {table} TO {role}",
-                rights=listed,
-                table=sql.Identifier("public", table),
-            )
+            run("GRANT {rights} ON {table} TO {role}", rights=listed, table=each)
     for table in LOCKED:
-        run("GRANT UPDATE (id) ON {table} TO {role}", table=sql.Identifier("public", table))
+        for each in named(table):
+            run("GRANT UPDATE (id) ON {table} TO {role}", table=each)
     # For erasing an end user; a trigger decides what may change.
     run("GRANT UPDATE (before, after) ON public.audit_log TO {role}")
     run("REVOKE EXECUTE ON FUNCTION public.create_usage_partition(date) FROM PUBLIC")

@@ -84,7 +84,8 @@ def checked_key_name(name: str) -> str:
     return name
 
 
-def _checked_lifetime(lifetime: timedelta) -> timedelta:
+def checked_lifetime(lifetime: timedelta) -> timedelta:
+    """Validate a lifetime and return it unchanged. Raises: InvalidValue."""
     if not timedelta(0) < lifetime <= LIFETIME_MAX:
         raise InvalidValue(
             "lifetime",
@@ -112,7 +113,7 @@ async def create_api_key(
     owner = await find_project(session, project, organization=organization)
     if terms.group:
         await lock_groups(session, owner.organization_id)
-    expires_at = None if lifetime is None else func.now() + _checked_lifetime(lifetime)
+    expires_at = None if lifetime is None else func.now() + checked_lifetime(lifetime)
     values = checked_terms(terms) | {
         "project_id": owner.id,
         "name": checked_key_name(name),

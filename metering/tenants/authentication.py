@@ -12,6 +12,7 @@ import string
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Double, Select, bindparam, cast, func, or_, select
@@ -19,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import KeyInvalid
 from metering.core.models import ApiKey, Organization, Project, SupersededSecret, record_of
-from metering.tenants.key_terms import DEFAULT_TERMS, KeyTerms
+from metering.tenants.key_terms import AUTHORITY, DEFAULT_TERMS, KeyTerms
 from metering.tenants.networks import Address, Network, networks_of
 
 PREFIX_CHARS = string.ascii_lowercase + string.digits
@@ -52,9 +53,11 @@ class Principal:
 
     `secret_lifetime_s` is the remaining validity of the secret, None if unlimited. `models` and
     `networks` are the allowed ones, empty for all. `bounds` limit the tokens of one request.
-    `address` is the client's, determined by the listener; None if unknown. `secret_hash` is that of
-    the secret used in this call; a rotated key has several. `terms` are those of the key; `scopes`,
-    `models`, `networks` and `bounds` have parts of them in the form that requests look up.
+    `expires_at` is the key's, whichever secret is used. `address` is the client's, determined by
+    the listener; None if unknown. `secret_hash` is that of the secret used in this call; a rotated
+    key has several. `terms` are those of the key; `scopes` (with the role, as `authority_of`
+    returns them), `models`, `networks` and `bounds` have parts of them in the form that requests
+    look up.
     """
 
     api_key_id: uuid.UUID
@@ -68,6 +71,7 @@ class Principal:
     bounds: TokenBounds = NO_BOUNDS
     networks: tuple[Network, ...] = ()
     terms: KeyTerms = DEFAULT_TERMS
+    expires_at: datetime | None = None
     address: Address | None = field(default=None, compare=False)
     secret_hash: bytes = field(default=b"", compare=False, repr=False)
 
@@ -121,6 +125,7 @@ def select_principal() -> Select[Any]:
             ApiKey.id,
             ApiKey.prefix,
             ApiKey.project_id,
+            ApiKey.expires_at,
             Project.organization_id,
             Organization.currency_code,
             cast(func.extract("epoch", ends_at - func.now()), Double).label("secret_lifetime_s"),
@@ -161,7 +166,7 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
         row,
         api_key_id=row.id,
         key_prefix=row.prefix,
-        scopes=frozenset(row.scopes),
+        scopes=AUTHORITY[row.role].union(row.scopes),
         models=frozenset(row.models),
         bounds=TokenBounds(row.max_input_tokens, row.max_output_tokens),
         terms=record_of(KeyTerms, row),

@@ -23,10 +23,12 @@ ACTS = {"api_key.create": "created", "api_key.rotate": "rotated", "api_key.updat
 UNRELATED = "Approve it with an unrelated, older key."
 
 # SQL conditions on an entry `e` of the audit log. A key gets more power to approve by more scopes,
-# more networks that may use it, or a longer life. Models and token limits do not matter here.
+# another role, more networks that may use it, or a longer life. Models and token limits do not
+# matter here.
 WIDENED = """(
     e.action = 'api_key.update' AND (
         NOT e.before -> 'scopes' @> (e.after -> 'scopes')
+        OR coalesce(e.after ->> 'role', '') NOT IN ('', coalesce(e.before ->> 'role', ''))
         OR jsonb_array_length(e.before -> 'allowed_networks') > 0 AND (
             jsonb_array_length(e.after -> 'allowed_networks') = 0
             OR EXISTS (
@@ -105,7 +107,7 @@ async def check_two_persons(
 def widened_fields(entry: AuditEntry) -> list[str]:
     """List the fields that an update of a key changed, among those that give it power."""
     before, after = entry.before or {}, entry.after or {}
-    fields = ("scopes", "allowed_networks", "expires_at")
+    fields = ("scopes", "role", "allowed_networks", "expires_at")
     return [field for field in fields if before.get(field) != after.get(field)]
 
 

@@ -16,6 +16,10 @@ from metering.tenants.networks import checked_networks
 MODEL_NAME_MAX_CHARS = 200
 MODELS_PER_KEY_MAX = 100  # a key for more models should rather be unrestricted
 SCOPES = frozenset({"inference", "admin", "billing"})
+# In the organization of the key; `api/access/permissions.py` has their permissions.
+ROLES = ("owner", "admin", "developer", "finance", "viewer")
+AUTHORITY = {"": frozenset[str](), **{each: frozenset({f"role:{each}"}) for each in ROLES}}
+WITHOUT_ROLE = frozenset({"admin", "billing"})  # scopes of keys that have their rights already
 # Per request: above any context window, and far below the column's maximum.
 TOKENS_MAX = 1_000_000_000
 GROUP_MAX_CHARS = 100
@@ -25,17 +29,19 @@ GROUP_MAX_CHARS = 100
 class KeyTerms:
     """Terms of a key, by the columns of `ApiKey`. The defaults allow inference without limits.
 
-    Empty `models` and `allowed_networks` allow all. The token limits are per request, all choices
-    together; None means the model's own limit. An empty `group` is none.
+    Empty `scopes` are "inference", or none with a `role`. Empty `models` and `allowed_networks`
+    allow all. The token limits are per request, all choices together; None means the model's own
+    limit. An empty `group` or `role` is none.
     """
 
-    scopes: tuple[str, ...] = ("inference",)
+    scopes: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     allowed_networks: tuple[str, ...] = ()
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
     strict_parameters: bool = False
     group: str = ""
+    role: str = ""
 
 
 DEFAULT_TERMS = KeyTerms()
@@ -44,7 +50,7 @@ DEFAULT_TERMS = KeyTerms()
 def checked_terms(terms: KeyTerms) -> dict[str, object]:
     """Validate the terms of a key and convert them to column values. Raises: InvalidValue."""
     return values_of(KeyTerms, terms) | {
-        "scopes": checked_scopes(terms.scopes),
+        "scopes": checked_scopes(terms.scopes, terms.role),
         "models": checked_models(terms.models),
         "allowed_networks": checked_networks(terms.allowed_networks),
         "max_input_tokens": checked_bound(terms.max_input_tokens, "max_input_tokens"),
@@ -53,11 +59,30 @@ def checked_terms(terms: KeyTerms) -> dict[str, object]:
     }
 
 
-def checked_scopes(scopes: Collection[str]) -> list[str]:
-    """Validate and sort scopes; none means "inference". Raises: InvalidValue."""
+def checked_scopes(scopes: Collection[str], role: str = "") -> list[str]:
+    """Validate the role of a key, and validate and sort its scopes. Raises: InvalidValue."""
     if unknown := set(scopes) - SCOPES:
         raise InvalidValue("scopes", f"{min(unknown)!r} is not one of {', '.join(sorted(SCOPES))}")
-    return sorted(set(scopes)) or ["inference"]
+    if role and role not in ROLES:
+        remedy = ": the operator of the service has the scope admin" if role == "operator" else ""
+        raise InvalidValue("role", f"{role[:20]!r} is not one of {', '.join(ROLES)}{remedy}")
+    if role and not WITHOUT_ROLE.isdisjoint(scopes):
+        raise InvalidValue(
+            "role",
+            f"cannot be combined with the scope {min(WITHOUT_ROLE.intersection(scopes))}: a role is"
+            " for keys without a scope, or with the scope inference only; create another key",
+        )
+    return sorted(effective_scopes(scopes, role))
+
+
+def effective_scopes(scopes: Collection[str], role: str) -> frozenset[str]:
+    """Return the scopes of a key: without any, and without a role, it has "inference"."""
+    return frozenset(scopes or (() if role else ("inference",)))
+
+
+def authority_of(scopes: Collection[str], role: str) -> frozenset[str]:
+    """Return what calls are authorized by: the scopes of a key, and its role as `role:NAME`."""
+    return frozenset(scopes).union(AUTHORITY.get(role, ()))
 
 
 def checked_models(models: Collection[str]) -> list[str]:

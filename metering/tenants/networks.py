@@ -81,6 +81,11 @@ def networks_of(texts: tuple[str, ...]) -> tuple[Network, ...]:
     return tuple(map(parse_network, texts))
 
 
+def contains(wide: Network, narrow: Network) -> bool:
+    """Return True if every address of the second network is one of the first."""
+    return narrow.network_address in wide and narrow.broadcast_address in wide
+
+
 def allows(networks: Sequence[Network], address: Address | None) -> bool:
     """Return True if a key limited to these networks may be used from the address.
 

@@ -132,6 +132,7 @@ class ApiKey(_message.Message):
     PROJECT_NAME_FIELD_NUMBER: _builtins.int
     STRICT_PARAMETERS_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     api_key_id: _builtins.str
     """Server-generated UUID."""
     project_id: _builtins.str
@@ -162,6 +163,10 @@ class ApiKey(_message.Message):
     group: _builtins.str
     """Group of the key within its organization, such as "free". Limits can be set for each key of a
     group: `SetQuotaRequest.for_each`. Empty: none.
+    """
+    role: _builtins.str
+    """Role of the key in its organization: "owner", "admin", "developer", "finance" or "viewer". It
+    permits calls beside those of the scopes. Empty: none.
     """
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -229,10 +234,11 @@ class ApiKey(_message.Message):
         project_name: _builtins.str = ...,
         strict_parameters: _builtins.bool = ...,
         group: _builtins.str = ...,
+        role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "overlap_end_time", b"overlap_end_time", "revoke_time", b"revoke_time", "use_tracked_since_time", b"use_tracked_since_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "group", b"group", "last_use_time", b"last_use_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization_id", b"organization_id", "organization_name", b"organization_name", "overlap_end_time", b"overlap_end_time", "prefix", b"prefix", "project_id", b"project_id", "project_name", b"project_name", "revoke_time", b"revoke_time", "scopes", b"scopes", "strict_parameters", b"strict_parameters", "use_tracked_since_time", b"use_tracked_since_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "group", b"group", "last_use_time", b"last_use_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization_id", b"organization_id", "organization_name", b"organization_name", "overlap_end_time", b"overlap_end_time", "prefix", b"prefix", "project_id", b"project_id", "project_name", b"project_name", "revoke_time", b"revoke_time", "role", b"role", "scopes", b"scopes", "strict_parameters", b"strict_parameters", "use_tracked_since_time", b"use_tracked_since_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -572,6 +578,7 @@ class CreateApiKeyRequest(_message.Message):
     ALLOWED_NETWORKS_FIELD_NUMBER: _builtins.int
     STRICT_PARAMETERS_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of the organization. Unknown: NOT_FOUND."""
     project: _builtins.str
@@ -592,9 +599,13 @@ class CreateApiKeyRequest(_message.Message):
     """See `ApiKey.strict_parameters`."""
     group: _builtins.str
     """See `ApiKey.group`: at most 100 printable characters, without a space at either end."""
+    role: _builtins.str
+    """See `ApiKey.role`. With the scopes "admin" or "billing": INVALID_ARGUMENT. A role or a right
+    that the calling key does not have: PERMISSION_DENIED with the reason ROLE_EXCEEDED.
+    """
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """At least one of "inference", "admin", "billing". Empty: "inference"."""
+        """Any of "inference", "admin", "billing". Empty: "inference", or no scope with a `role`."""
 
     @_builtins.property
     def lifetime(self) -> _duration_pb2.Duration:
@@ -624,10 +635,11 @@ class CreateApiKeyRequest(_message.Message):
         allowed_networks: _abc.Iterable[_builtins.str] | None = ...,
         strict_parameters: _builtins.bool = ...,
         group: _builtins.str = ...,
+        role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lifetime", b"lifetime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_existing", b"allow_existing", "allowed_networks", b"allowed_networks", "group", b"group", "lifetime", b"lifetime", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization", b"organization", "project", b"project", "request_id", b"request_id", "scopes", b"scopes", "strict_parameters", b"strict_parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_existing", b"allow_existing", "allowed_networks", b"allowed_networks", "group", b"group", "lifetime", b"lifetime", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization", b"organization", "project", b"project", "request_id", b"request_id", "role", b"role", "scopes", b"scopes", "strict_parameters", b"strict_parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -752,6 +764,7 @@ class UpdateApiKeyRequest(_message.Message):
     ALL_NETWORKS_FIELD_NUMBER: _builtins.int
     STRICT_PARAMETERS_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     api_key: _builtins.str
     """Id or prefix of the key. Unknown: NOT_FOUND."""
     name: _builtins.str
@@ -776,6 +789,8 @@ class UpdateApiKeyRequest(_message.Message):
     """New group, see `CreateApiKeyRequest.group`; empty: none. Unset: unchanged. The limits of the
     new group count what the key has used in the current windows.
     """
+    role: _builtins.str
+    """New role, see `CreateApiKeyRequest.role`; empty: none. Unset: unchanged."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """New scopes. Empty: unchanged."""
@@ -811,10 +826,11 @@ class UpdateApiKeyRequest(_message.Message):
         all_networks: _builtins.bool = ...,
         strict_parameters: _builtins.bool | None = ...,
         group: _builtins.str | None = ...,
+        role: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_max_input_tokens", b"_max_input_tokens", "_max_output_tokens", b"_max_output_tokens", "_name", b"_name", "_strict_parameters", b"_strict_parameters", "expire_time", b"expire_time", "group", b"group", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "name", b"name", "strict_parameters", b"strict_parameters"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_max_input_tokens", b"_max_input_tokens", "_max_output_tokens", b"_max_output_tokens", "_name", b"_name", "_role", b"_role", "_strict_parameters", b"_strict_parameters", "expire_time", b"expire_time", "group", b"group", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "name", b"name", "role", b"role", "strict_parameters", b"strict_parameters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_max_input_tokens", b"_max_input_tokens", "_max_output_tokens", b"_max_output_tokens", "_name", b"_name", "_strict_parameters", b"_strict_parameters", "all_models", b"all_models", "all_networks", b"all_networks", "allowed_networks", b"allowed_networks", "api_key", b"api_key", "expire_time", b"expire_time", "group", b"group", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "never_expires", b"never_expires", "scopes", b"scopes", "strict_parameters", b"strict_parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_max_input_tokens", b"_max_input_tokens", "_max_output_tokens", b"_max_output_tokens", "_name", b"_name", "_role", b"_role", "_strict_parameters", b"_strict_parameters", "all_models", b"all_models", "all_networks", b"all_networks", "allowed_networks", b"allowed_networks", "api_key", b"api_key", "expire_time", b"expire_time", "group", b"group", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "never_expires", b"never_expires", "role", b"role", "scopes", b"scopes", "strict_parameters", b"strict_parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group: _TypeAlias = _typing.Literal["group"]  # noqa: Y015
     _WhichOneofArgType__group: _TypeAlias = _typing.Literal["_group", b"_group"]  # noqa: Y015
@@ -824,6 +840,8 @@ class UpdateApiKeyRequest(_message.Message):
     _WhichOneofArgType__max_output_tokens: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens"]  # noqa: Y015
     _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
     _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
+    _WhichOneofReturnType__role: _TypeAlias = _typing.Literal["role"]  # noqa: Y015
+    _WhichOneofArgType__role: _TypeAlias = _typing.Literal["_role", b"_role"]  # noqa: Y015
     _WhichOneofReturnType__strict_parameters: _TypeAlias = _typing.Literal["strict_parameters"]  # noqa: Y015
     _WhichOneofArgType__strict_parameters: _TypeAlias = _typing.Literal["_strict_parameters", b"_strict_parameters"]  # noqa: Y015
     @_typing.overload
@@ -834,6 +852,8 @@ class UpdateApiKeyRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_output_tokens) -> _WhichOneofReturnType__max_output_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__name) -> _WhichOneofReturnType__name | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__role) -> _WhichOneofReturnType__role | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__strict_parameters) -> _WhichOneofReturnType__strict_parameters | None: ...
 
@@ -1518,6 +1538,8 @@ class AuditEntry(_message.Message):
     BEFORE_JSON_FIELD_NUMBER: _builtins.int
     AFTER_JSON_FIELD_NUMBER: _builtins.int
     NAMES_FIELD_NUMBER: _builtins.int
+    ACTOR_ROLE_FIELD_NUMBER: _builtins.int
+    ACTOR_ORGANIZATION_ID_FIELD_NUMBER: _builtins.int
     entry_id: _builtins.int
     """Increases with time, so that it orders entries and begins the next page."""
     actor: _builtins.str
@@ -1530,6 +1552,12 @@ class AuditEntry(_message.Message):
     """The object before, as JSON; empty if it did not exist."""
     after_json: _builtins.str
     """The object after, as JSON; empty if it was removed."""
+    actor_role: _builtins.str
+    """Role of the key that made the change: "operator", "owner", "admin", "developer", "finance",
+    "viewer" or "billing". Empty: `actor` is not a key, or the entry is older than roles.
+    """
+    actor_organization_id: _builtins.str
+    """Id of the organization of that key. Empty with `actor_role`."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """Time of the change."""
@@ -1551,10 +1579,12 @@ class AuditEntry(_message.Message):
         before_json: _builtins.str = ...,
         after_json: _builtins.str = ...,
         names: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        actor_role: _builtins.str = ...,
+        actor_organization_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "actor", b"actor", "after_json", b"after_json", "before_json", b"before_json", "create_time", b"create_time", "entry_id", b"entry_id", "names", b"names", "subject_id", b"subject_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "actor", b"actor", "actor_organization_id", b"actor_organization_id", "actor_role", b"actor_role", "after_json", b"after_json", "before_json", b"before_json", "create_time", b"create_time", "entry_id", b"entry_id", "names", b"names", "subject_id", b"subject_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -187,7 +187,7 @@ class AlertKey(_message.Message):
     """Prefix of the key that made the change, as in the audit log."""
     @_builtins.property
     def changed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What changed: "secret", "scopes", "allowed_networks", "expires_at"."""
+        """What changed: "secret", "scopes", "role", "allowed_networks", "expires_at"."""
 
     def __init__(
         self,

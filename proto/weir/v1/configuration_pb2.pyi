@@ -272,6 +272,7 @@ class ApiKeyConfiguration(_message.Message):
     ALLOWED_NETWORKS_FIELD_NUMBER: _builtins.int
     STRICT_PARAMETERS_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """See `CreateApiKeyRequest.name`."""
     prefix: _builtins.str
@@ -288,6 +289,8 @@ class ApiKeyConfiguration(_message.Message):
     """See `ApiKey.strict_parameters`. Unset: false."""
     group: _builtins.str
     """See `ApiKey.group`. Empty: none."""
+    role: _builtins.str
+    """See `ApiKey.role`. Empty: none."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """See `CreateApiKeyRequest.scopes`."""
@@ -323,10 +326,11 @@ class ApiKeyConfiguration(_message.Message):
         allowed_networks: _abc.Iterable[_builtins.str] | None = ...,
         strict_parameters: _builtins.bool = ...,
         group: _builtins.str = ...,
+        role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "expire_time", b"expire_time", "group", b"group", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "prefix", b"prefix", "prune_quotas", b"prune_quotas", "quotas", b"quotas", "scopes", b"scopes", "strict_parameters", b"strict_parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "expire_time", b"expire_time", "group", b"group", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "prefix", b"prefix", "prune_quotas", b"prune_quotas", "quotas", b"quotas", "role", b"role", "scopes", b"scopes", "strict_parameters", b"strict_parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

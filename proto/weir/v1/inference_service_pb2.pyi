@@ -2250,6 +2250,7 @@ class KeyRestrictions(_message.Message):
     STRICT_PARAMETERS_FIELD_NUMBER: _builtins.int
     LATEST_CHANGE_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     prefix: _builtins.str
     """The first characters of the key."""
     max_input_tokens: _builtins.int
@@ -2260,6 +2261,8 @@ class KeyRestrictions(_message.Message):
     """Refuses unknown parameters over HTTP."""
     group: _builtins.str
     """Group of the key within its organization. Empty: none."""
+    role: _builtins.str
+    """Role of the key in its organization. Empty: none."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Scopes: "inference", "admin", "billing"."""
@@ -2293,10 +2296,11 @@ class KeyRestrictions(_message.Message):
         strict_parameters: _builtins.bool = ...,
         latest_change: Global___KeyChange | None = ...,
         group: _builtins.str = ...,
+        role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latest_change", b"latest_change", "secret_expire_time", b"secret_expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "group", b"group", "latest_change", b"latest_change", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "prefix", b"prefix", "scopes", b"scopes", "secret_expire_time", b"secret_expire_time", "strict_parameters", b"strict_parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "group", b"group", "latest_change", b"latest_change", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "prefix", b"prefix", "role", b"role", "scopes", b"scopes", "secret_expire_time", b"secret_expire_time", "strict_parameters", b"strict_parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2312,7 +2316,7 @@ class KeyChange(_message.Message):
     ACTOR_FIELD_NUMBER: _builtins.int
     CHANGE_TIME_FIELD_NUMBER: _builtins.int
     act: _builtins.str
-    """"rotated" or "widened": more scopes, more networks, or a longer life."""
+    """"rotated" or "widened": more scopes, another role, more networks, or a longer life."""
     actor: _builtins.str
     """Prefix of the key that made the change, as in the audit log."""
     @_builtins.property

@@ -495,6 +495,7 @@ class QuotaStatus(_message.Message):
     SELECTOR_ID_FIELD_NUMBER: _builtins.int
     WINDOW_MINUTES_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    SET_BY_ORGANIZATION_FIELD_NUMBER: _builtins.int
     quota_id: _builtins.str
     """Server-generated UUID of the quota. Empty for a limit that a selector gives with the first
     request.
@@ -571,6 +572,10 @@ class QuotaStatus(_message.Message):
     """Length of a rolling window. 0 for every other dimension."""
     group: _builtins.str
     """Group of keys by which the key has this limit, from a selector "key:GROUP". Otherwise empty."""
+    set_by_organization: _builtins.bool
+    """Set by a key of the organization. It counts beside the operator's limits, which such a key
+    cannot change. False: set by the operator.
+    """
     @_builtins.property
     def reset_time(self) -> _timestamp_pb2.Timestamp:
         """Time when the window ends and `used_value` resets to zero. In a rolling window, it falls step
@@ -624,10 +629,11 @@ class QuotaStatus(_message.Message):
         selector_id: _builtins.str = ...,
         window_minutes: _builtins.int = ...,
         group: _builtins.str = ...,
+        set_by_organization: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["override_end_time", b"override_end_time", "reset_delay", b"reset_delay", "reset_time", b"reset_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alert_at", b"alert_at", "base_limit_value", b"base_limit_value", "binding", b"binding", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_each", b"for_each", "for_new_keys", b"for_new_keys", "group", b"group", "held_value", b"held_value", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "narrowed_by_quota_id", b"narrowed_by_quota_id", "output_weight_milli", b"output_weight_milli", "override_end_time", b"override_end_time", "override_reason", b"override_reason", "quota_id", b"quota_id", "remaining_value", b"remaining_value", "reset_delay", b"reset_delay", "reset_time", b"reset_time", "selector_id", b"selector_id", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "used_value", b"used_value", "window_minutes", b"window_minutes", "within_id", b"within_id", "within_name", b"within_name", "would_refuse_count", b"would_refuse_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alert_at", b"alert_at", "base_limit_value", b"base_limit_value", "binding", b"binding", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_each", b"for_each", "for_new_keys", b"for_new_keys", "group", b"group", "held_value", b"held_value", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "narrowed_by_quota_id", b"narrowed_by_quota_id", "output_weight_milli", b"output_weight_milli", "override_end_time", b"override_end_time", "override_reason", b"override_reason", "quota_id", b"quota_id", "remaining_value", b"remaining_value", "reset_delay", b"reset_delay", "reset_time", b"reset_time", "selector_id", b"selector_id", "set_by_organization", b"set_by_organization", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "used_value", b"used_value", "window_minutes", b"window_minutes", "within_id", b"within_id", "within_name", b"within_name", "would_refuse_count", b"would_refuse_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

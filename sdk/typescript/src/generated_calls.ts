@@ -90,7 +90,7 @@ export interface CreateProjectOptions extends CallOptionsOf {
 
 /** Options of `createApiKey`. */
 export interface CreateApiKeyOptions extends CallOptionsOf {
-  /** At least one of "inference", "admin", "billing". Empty: "inference". */
+  /** Any of "inference", "admin", "billing". Empty: "inference", or no scope with a `role`. */
   readonly scopes?: readonly string[] | undefined;
   /** Lifetime. Unset: unlimited. Zero or negative: InvalidRequest. */
   readonly lifetimeMs?: number | undefined;
@@ -135,6 +135,13 @@ export interface CreateApiKeyOptions extends CallOptionsOf {
    * space at either end.
    */
   readonly group?: string | undefined;
+  /**
+   * Role of the key in its organization: "owner", "admin", "developer", "finance" or "viewer". It
+   * permits calls beside those of the scopes. Empty: none. With the scopes "admin" or "billing":
+   * InvalidRequest. A role or a right that the calling key does not have: PermissionDenied with the
+   * reason ROLE_EXCEEDED.
+   */
+  readonly role?: string | undefined;
 }
 
 /** Options of `rotateApiKey`. */
@@ -184,6 +191,8 @@ export interface UpdateApiKeyOptions extends CallOptionsOf {
    * new group count what the key has used in the current windows.
    */
   readonly group?: string | undefined;
+  /** New role, see `CreateApiKeyRequest.role`; empty: none. Unset: unchanged. */
+  readonly role?: string | undefined;
 }
 
 /** Options of `listApiKeys`. */
@@ -747,6 +756,7 @@ export class AdminCalls extends UnaryClient {
       allowedNetworks: options.allowedNetworks && [...options.allowedNetworks],
       strictParameters: options.strictParameters,
       group: options.group,
+      role: options.role,
     });
     const method = AdminService.method.createApiKey;
     const response = await this.connection.call(method, init, options, false);
@@ -797,6 +807,7 @@ export class AdminCalls extends UnaryClient {
       allNetworks: options.allNetworks,
       strictParameters: options.strictParameters,
       group: options.group,
+      role: options.role,
     });
     const method = AdminService.method.updateApiKey;
     const response = await this.connection.call(method, init, options);

@@ -105,7 +105,7 @@ export interface AlertKey {
   readonly name: string;
   /** Prefix of the key that made the change, as in the audit log. */
   readonly changedBy: string;
-  /** What changed: "secret", "scopes", "allowed_networks", "expires_at". */
+  /** What changed: "secret", "scopes", "role", "allowed_networks", "expires_at". */
   readonly changed: readonly string[];
 }
 
@@ -188,6 +188,13 @@ export interface AuditEntry {
    * to, by id, as they are now. An erased end user has none.
    */
   readonly names: Readonly<Record<string, string>>;
+  /**
+   * Role of the key that made the change: "operator", "owner", "admin", "developer", "finance",
+   * "viewer" or "billing". Empty: `actor` is not a key, or the entry is older than roles.
+   */
+  readonly actorRole: string;
+  /** Id of the organization of that key. Empty with `actor_role`. */
+  readonly actorOrganizationId: string;
 }
 
 /** State of an end user. unspecified: newer than this client. */
@@ -302,6 +309,11 @@ export interface QuotaStatus {
    * Group of keys by which the key has this limit, from a selector "key:GROUP". Otherwise empty.
    */
   readonly group: string;
+  /**
+   * Set by a key of the organization. It counts beside the operator's limits, which such a key
+   * cannot change. False: set by the operator.
+   */
+  readonly setByOrganization: boolean;
 }
 
 /** One user of a customer, as requests name it. */
@@ -697,7 +709,7 @@ export interface Invoice {
 
 /** A change that gave an API key a new secret or more rights. */
 export interface KeyChange {
-  /** "rotated" or "widened": more scopes, more networks, or a longer life. */
+  /** "rotated" or "widened": more scopes, another role, more networks, or a longer life. */
   readonly act: string;
   /** Prefix of the key that made the change, as in the audit log. */
   readonly actor: string;
@@ -729,6 +741,8 @@ export interface KeyRestrictions {
   readonly latestChange: KeyChange | undefined;
   /** Group of the key within its organization. Empty: none. */
   readonly group: string;
+  /** Role of the key in its organization. Empty: none. */
+  readonly role: string;
 }
 
 /** Price of a model. */
@@ -1232,6 +1246,11 @@ export interface ApiKey {
    * group: `SetQuotaRequest.for_each`. Empty: none.
    */
   readonly group: string;
+  /**
+   * Role of the key in its organization: "owner", "admin", "developer", "finance" or "viewer". It
+   * permits calls beside those of the scopes. Empty: none.
+   */
+  readonly role: string;
 }
 
 /** The key with its secret, which no later call returns. */

@@ -395,6 +395,8 @@ export function auditEntry(
     beforeJson: value.beforeJson,
     afterJson: value.afterJson,
     names: value.names,
+    actorRole: value.actorRole,
+    actorOrganizationId: value.actorOrganizationId,
   };
 }
 
@@ -432,6 +434,7 @@ export function quotaStatus(
     selectorId: value.selectorId,
     windowMinutes: value.windowMinutes,
     group: value.group,
+    setByOrganization: value.setByOrganization,
   });
 }
 
@@ -673,6 +676,7 @@ export function keyRestrictions(
     strictParameters: value.strictParameters,
     latestChange: value.latestChange && keyChange(value.latestChange),
     group: value.group,
+    role: value.role,
   };
 }
 
@@ -942,6 +946,7 @@ export function apiKey(
     projectName: value.projectName,
     strictParameters: value.strictParameters,
     group: value.group,
+    role: value.role,
   };
 }
 

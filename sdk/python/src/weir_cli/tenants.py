@@ -114,7 +114,7 @@ KEYS: Table[ApiKey] = Table(
         "of": lambda each: f"{each.organization_name}/{each.project_name}",
         "prefix": "prefix",
         "group": lambda each: each.group or None,
-        "scopes": lambda each: " ".join(each.scopes),
+        "scopes": lambda each: " ".join((*each.scopes, each.role)).strip(),
         "models": lambda each: " ".join(each.models) or "all",
         "state": key_state,
         "created": "create_time",
@@ -379,10 +379,8 @@ def create_key(
         return
     until = f" until {time_text(made.expire_time)}" if made.expire_time else ""
     limits = "".join(f", {name} {value}" for name, value in restrictions(made))
-    note(
-        f"key {made.name} ({made.prefix}) for {', '.join(made.scopes)}{limits}{until}, id"
-        f" {made.api_key_id}"
-    )
+    purpose = f" for {', '.join(made.scopes)}" if made.scopes else ""
+    note(f"key {made.name} ({made.prefix}){purpose}{limits}{until}, id {made.api_key_id}")
     show_secret(created.secret)
 
 

@@ -122,6 +122,12 @@ TERMS = {
             "Group of keys, such as free, that limits can name with --each key:free. '' for none.",
             label="group",
         ),
+        Term(
+            "role",
+            "text",
+            "Role in its organization: owner, admin, developer, finance or viewer. '' for none.",
+            label="role",
+        ),
     ),
     "quota": (
         Term(

@@ -490,6 +490,8 @@ def subject_text(subject: QuotaSubject) -> str:
 def quota_remarks(quota: QuotaStatus) -> str:
     """Format the special properties of a limit in parentheses; empty if it has none."""
     notes = [counted(quota.window_minutes, "minute")] if quota.window_minutes else []
+    if quota.set_by_organization:
+        notes.append("of the organization")
     if quota.selector_id:
         notes.append(f"by group {quota.group}" if quota.group else "by selector")
     weights = (quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli)

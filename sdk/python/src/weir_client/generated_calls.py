@@ -196,13 +196,15 @@ class AsyncAdminCalls(UnaryClient):
         allowed_networks: Sequence[str] = (),
         strict_parameters: bool = False,
         group: str = "",
+        role: str = "",
     ) -> CreatedApiKey:
         """Creates an API key. Its secret is returned only in this response.
 
         `organization`: Name or id of the organization. Unknown: NotFound.
         `project`: Name or id of the project in it. Unknown: NotFound.
         `name`: Display name, 1 to 100 characters.
-        `scopes`: At least one of "inference", "admin", "billing". Empty: "inference".
+        `scopes`: Any of "inference", "admin", "billing". Empty: "inference", or no scope with a
+            `role`.
         `lifetime`: Lifetime. Unset: unlimited. Zero or negative: InvalidRequest.
         `request_id`: Idempotency key: see the service. Not a UUID: InvalidRequest.
         `allow_existing`: Returns the project's active key of this name and scopes, if there is one;
@@ -226,6 +228,10 @@ class AsyncAdminCalls(UnaryClient):
         `group`: Group of the key within its organization, such as "free". Limits can be set for
             each key of a group: `SetQuotaRequest.for_each`. Empty: none. At most 100 printable
             characters, without a space at either end.
+        `role`: Role of the key in its organization: "owner", "admin", "developer", "finance" or
+            "viewer". It permits calls beside those of the scopes. Empty: none. With the scopes
+            "admin" or "billing": InvalidRequest. A role or a right that the calling key does not
+            have: PermissionDenied with the reason ROLE_EXCEEDED.
         """
         request = wire.request(
             admin_service_pb2.CreateApiKeyRequest,
@@ -242,6 +248,7 @@ class AsyncAdminCalls(UnaryClient):
             allowed_networks=allowed_networks,
             strict_parameters=strict_parameters,
             group=group,
+            role=role,
         )
         response = await self._call(self._stub.CreateApiKey, request, idempotent=False)
         return wire.read(CreatedApiKey, response)
@@ -282,6 +289,7 @@ class AsyncAdminCalls(UnaryClient):
         all_networks: bool = False,
         strict_parameters: bool | None = None,
         group: str | None = None,
+        role: str | None = None,
     ) -> ApiKey:
         """Changes the name, expiry or permissions of an API key. FailedPrecondition for a revoked
         key.
@@ -304,6 +312,7 @@ class AsyncAdminCalls(UnaryClient):
         `strict_parameters`: New value, see `ApiKey.strict_parameters`. Unset: unchanged.
         `group`: New group, see `CreateApiKeyRequest.group`; empty: none. Unset: unchanged. The
             limits of the new group count what the key has used in the current windows.
+        `role`: New role, see `CreateApiKeyRequest.role`; empty: none. Unset: unchanged.
         """
         request = wire.request(
             admin_service_pb2.UpdateApiKeyRequest,
@@ -320,6 +329,7 @@ class AsyncAdminCalls(UnaryClient):
             all_networks=all_networks,
             strict_parameters=strict_parameters,
             group=group,
+            role=role,
         )
         response = await self._call(self._stub.UpdateApiKey, request)
         return wire.read(ApiKey, response.api_key)

@@ -173,7 +173,7 @@ class AlertKey(Value):
     changed_by: str = ""
     """Prefix of the key that made the change, as in the audit log."""
     changed: tuple[str, ...] = ()
-    """What changed: "secret", "scopes", "allowed_networks", "expires_at"."""
+    """What changed: "secret", "scopes", "role", "allowed_networks", "expires_at"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +249,11 @@ class AuditEntry(Value):
     names: Mapping[str, str] = field(default_factory=dict)
     """Display names of the organizations, projects, keys, end users and labels that the entry
     refers to, by id, as they are now. An erased end user has none."""
+    actor_role: str = ""
+    """Role of the key that made the change: "operator", "owner", "admin", "developer", "finance",
+    "viewer" or "billing". Empty: `actor` is not a key, or the entry is older than roles."""
+    actor_organization_id: str = ""
+    """Id of the organization of that key. Empty with `actor_role`."""
 
 
 class EndUserState(StrEnum):
@@ -346,6 +351,9 @@ class QuotaStatus(LimitName):
     group: str = ""
     """Group of keys by which the key has this limit, from a selector "key:GROUP". Otherwise
     empty."""
+    set_by_organization: bool = False
+    """Set by a key of the organization. It counts beside the operator's limits, which such a key
+    cannot change. False: set by the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -774,7 +782,7 @@ class KeyChange(Value):
     """A change that gave an API key a new secret or more rights."""
 
     act: str
-    """"rotated" or "widened": more scopes, more networks, or a longer life."""
+    """"rotated" or "widened": more scopes, another role, more networks, or a longer life."""
     actor: str
     """Prefix of the key that made the change, as in the audit log."""
     change_time: datetime
@@ -806,6 +814,8 @@ class KeyRestrictions(Value):
     """The latest rotation of the key or widening of its rights. Unset: there was none."""
     group: str = ""
     """Group of the key within its organization. Empty: none."""
+    role: str = ""
+    """Role of the key in its organization. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1313,6 +1323,9 @@ class ApiKey(Value):
     group: str = ""
     """Group of the key within its organization, such as "free". Limits can be set for each key of a
     group: `SetQuotaRequest.for_each`. Empty: none."""
+    role: str = ""
+    """Role of the key in its organization: "owner", "admin", "developer", "finance" or "viewer". It
+    permits calls beside those of the scopes. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
