@@ -14,9 +14,9 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import hypothesis
 import psycopg
@@ -63,7 +63,9 @@ SCRATCH_MIN_BYTES = 2 * 1024**3  # the server, WAL, and some databases of 8 MB e
 
 PARSE = ast.parse
 
-ASKING: dict[str, psycopg.Connection[tuple[Any, ...]]] = {}  # connections of `ask`, by database URL
+Connection = psycopg.Connection[tuple[Any, ...]]
+Value = TypeVar("Value")
+KEPT: dict[tuple[str, Callable[[str], Connection]], Connection] = {}  # by URL and way to connect
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -203,10 +205,36 @@ def new_database(server_url: str, template: str = "template0") -> Iterator[str]:
         try:
             yield url
         finally:
-            end_asking(url)
+            close_kept(url)
             connection.execute(
                 sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name))
             )
+
+
+def on_kept_connection(
+    database_url: str, connect: Callable[[str], Connection], use: Callable[[Connection], Value]
+) -> Value:
+    """Call `use` with a connection, which is kept for the next call with the same `connect`."""
+    connection = KEPT.pop((database_url, connect), None)
+    kept = connection is not None
+    if connection is None:
+        connection = connect(database_url)
+    try:
+        value = use(connection)
+    except BaseException:
+        lost = connection.closed
+        connection.close()
+        if kept and lost:  # the test has stopped or killed the server
+            return on_kept_connection(database_url, connect, use)
+        raise
+    if KEPT.setdefault((database_url, connect), connection) is not connection:
+        connection.close()  # another thread kept one
+    return value
+
+
+def connect_to_ask(database_url: str) -> Connection:
+    """Connect for statements that are transactions of their own."""
+    return psycopg.connect(psycopg_conninfo(database_url), autocommit=True, prepare_threshold=None)
 
 
 def ask(database_url: str, query: str, *values: object) -> psycopg.Cursor[tuple[Any, ...]]:
@@ -214,35 +242,21 @@ def ask(database_url: str, query: str, *values: object) -> psycopg.Cursor[tuple[
 
     The connection is kept: tests poll every few milliseconds, and connecting takes 10 ms.
     """
-    connection = ASKING.pop(database_url, None)
-    kept = connection is not None
-    if connection is None:
-        connection = psycopg.connect(
-            psycopg_conninfo(database_url), autocommit=True, prepare_threshold=None
-        )
-    try:
-        answer = connection.execute(query.encode(), values)
-    except BaseException:
-        lost = connection.closed
-        connection.close()
-        if kept and lost:  # the test has stopped or killed the server
-            return ask(database_url, query, *values)
-        raise
-    if ASKING.setdefault(database_url, connection) is not connection:  # another thread kept one
-        connection.close()
-    return answer
+    return on_kept_connection(
+        database_url, connect_to_ask, lambda kept: kept.execute(query.encode(), values)
+    )
 
 
-def end_asking(*database_urls: str) -> None:
-    """Close the kept connections of `ask` to these databases."""
-    for url in database_urls:
-        if (connection := ASKING.pop(url, None)) is not None:
+def close_kept(*database_urls: str) -> None:
+    """Close the kept connections to these databases."""
+    for key in [key for key in KEPT if key[0] in database_urls]:
+        if (connection := KEPT.pop(key, None)) is not None:
             connection.close()
 
 
 def pytest_unconfigure() -> None:
-    """Close the remaining connections of `ask`."""
-    end_asking(*ASKING)
+    """Close the remaining kept connections."""
+    close_kept(*(url for url, _ in KEPT))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -101,21 +101,41 @@ def fsck(
     With `since`, reads only rows written from then on; sums begin with that month or hour. Raises:
     psycopg.Error.
     """
-    with psycopg.connect(
+    with connect(database_url) as connection:
+        yield from run_checks(connection, checks, since=since, sample_max=sample_max)
+
+
+def connect(database_url: str, settings: Sequence[str] = ()) -> Connection:
+    """Connect for read-only transactions with a snapshot each. Raises: psycopg.Error.
+
+    settings: of the connection, as for `connection_options`.
+    """
+    connection = psycopg.connect(
         psycopg_conninfo(database_url),
         connect_timeout=CONNECT_TIMEOUT_S,
-        options=connection_options(),
-    ) as connection:
-        connection.execute(SETTLE)
-        connection.commit()
-        connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-        connection.read_only = True
-        # Retention cannot exchange events for sums, of which the snapshot has only one.
-        connection.execute("LOCK TABLE usage_events IN ACCESS SHARE MODE")
-        for name, value in SETTINGS.items():
-            connection.execute("SELECT set_config(%s, %s, true)", (name, value))
-        for check in checks:
-            yield run_check(connection, check, since=since, sample_max=sample_max)
+        options=connection_options(settings),
+    )
+    connection.execute(SETTLE)
+    connection.commit()
+    connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    connection.read_only = True
+    return connection
+
+
+def run_checks(
+    connection: Connection,
+    checks: Sequence[Check],
+    *,
+    since: datetime | None = None,
+    sample_max: int = SAMPLE_MAX,
+) -> Iterator[Verdict]:
+    """Run checks one after the other in a new transaction of the connection, left open."""
+    # Retention cannot exchange events for sums, of which the snapshot has only one.
+    connection.execute("LOCK TABLE usage_events IN ACCESS SHARE MODE")
+    for name, value in SETTINGS.items():
+        connection.execute("SELECT set_config(%s, %s, true)", (name, value))
+    for check in checks:
+        yield run_check(connection, check, since=since, sample_max=sample_max)
 
 
 def run_check(

@@ -34,6 +34,7 @@ from metering.quotas.quota_rules import Payer
 from metering.receipts.signing import Signer
 from metering.store.db import psycopg_conninfo
 from metering.store.group_commit import awaited
+from tests.conftest import close_kept
 
 MODEL = "demo"
 WINDOW_MINUTES = 300  # of rolling windows
@@ -81,6 +82,7 @@ class HoldWorld:
             name = sql.Identifier(str(self.one("SELECT current_database()")))
             self._connection.execute(sql.SQL(CLOCK).format(sql.Literal(now), name))
             self._connection.execute("SET search_path = clock, public, pg_catalog")
+            close_kept(database_url)  # they have another clock
         self.price_version = (
             self.set_price() if priced else int(self.one("SELECT min(id) FROM price_versions"))
         )
