@@ -1,23 +1,31 @@
 """Duration of the parts of a decoding step: the native decoder, and the Python around it.
 
     python -m bench.steps [--shape M] [--precision bfloat16] [--sequences 50] [--context 100]
-    [--steps 200]
+    [--steps 200] [--competitors 0]
 
 Engine core and report encoding in this process, as the engine worker runs them, without the API.
 Figures are medians over the steps; the overhead is the step without the decoder call. The floor is
 the time to read all weights and the contexts once, and to do their operations, at the bandwidth and
 the rate of `torch.nn.Linear` measured just before.
+
+With `--competitors 2`, the decoder runs alone, then beside one busy process, then beside two, in
+turn. The fair share of two threads beside one process on two CPUs is 67 %: the figures are what the
+decoder reaches of that.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import gc
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +39,21 @@ import torch
 from bench.engine import add_checkpoint_options
 from bench.floor import Limits, decode_step, measure_linear
 from bench.harness import Bench, Case, Cases, Figure, Values, main
+from common.cpus import usable_cpus
 from inference.core.engine_core import EngineCore
 from inference.core.options import EngineOptions
+from inference.core.scheduler import Chunk
 from inference.doctor.embedded import measure_bandwidth
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria
+from inference.kv_blocks import blocks_for
 from inference.limits import EngineLimits
 from inference.native.decoder import NativeDecoder
 from inference.workers.protocol import StepReport, encode
 
 WARM_UP_STEPS = 20
+BUSY = "while True: pass"  # the program of a competitor
+TURNS, TURN_S = 7, 0.5  # of the decoder, alone and beside each number of competitors
+PROMPT_TOKENS = 512  # of a prefill beside competitors
 FIGURES = {
     "step": Figure("a step, ms", ",.3f"),
     "floor": Figure("floor, ms", ",.3f"),
@@ -55,6 +69,8 @@ FIGURES = {
         for name in ("schedule", "commit", "check_conservation", "report", "overhead")
     },
     "overhead_share": Figure("overhead, of a step", ".1%"),
+    "decode_share": Figure("decode, of the fair share", ".0%"),
+    "prefill_share": Figure("prefill, of the fair share", ".0%"),
 }
 
 
@@ -136,6 +152,62 @@ def measure(core: Any, step_count: int) -> list[dict[str, float]]:
 
 
 @contextlib.contextmanager
+def competitors(count: int) -> Iterator[None]:
+    """Keep `count` processes busy."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            process = subprocess.Popen([sys.executable, "-S", "-c", BUSY])
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        yield
+
+
+def rate(step: Callable[[], object]) -> float:
+    """Measure the steps per second of one turn."""
+    count, began_s = 0, time.perf_counter()
+    while (spent_s := time.perf_counter() - began_s) < TURN_S:
+        step()
+        count += 1
+    return count / spent_s
+
+
+def measure_beside(
+    runs: dict[str, Callable[[], object]], competitor_count: int, thread_count: int
+) -> Values:
+    """Measure runs alone and beside competitors, in turn: the share that each reaches of the time
+    that a fair scheduler gives its threads.
+    """
+    fair = min(1.0, usable_cpus().count / (thread_count + competitor_count))
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    for _ in range(TURNS):
+        alone = {name: rate(run) for name, run in runs.items()}
+        with competitors(competitor_count):
+            for name, run in runs.items():
+                rates[name].append((alone[name], rate(run)))
+    return {
+        name: statistics.median(beside / alone for alone, beside in turns) / fair
+        for name, turns in rates.items()
+    }
+
+
+def decoder_runs(
+    arguments: argparse.Namespace, checkpoint: Path
+) -> dict[str, Callable[[], object]]:
+    """Build the runs beside competitors: a decoding step, and a prefill, of the decoder alone."""
+    core: Any = open_core(arguments, checkpoint)  # with private parts, so untyped
+    decoder = core._runner._decoder
+    decoding = core.scheduler.schedule().chunks
+    prompt = copy.copy(decoding[0].sequence)
+    prompt.token_ids, prompt.computed_token_count = [16] * PROMPT_TOKENS, 0
+    prompt.block_table = core.pool.allocate(blocks_for(PROMPT_TOKENS))
+    prefill = [Chunk(prompt, PROMPT_TOKENS, completes=True)]
+    return {
+        "decode_share": lambda: decoder.forward(decoding),
+        "prefill_share": lambda: decoder.forward(prefill),
+    }
+
+
+@contextlib.contextmanager
 def prepare(arguments: argparse.Namespace) -> Iterator[Cases]:
     """Write the checkpoint, and yield the case."""
     torch.set_num_threads(arguments.threads)
@@ -170,7 +242,17 @@ def prepare(arguments: argparse.Namespace) -> Iterator[Cases]:
         }
 
     name = f"{arguments.sequences} sequences, prompts of {arguments.context}, {arguments.shape}"
-    yield [Case(f"{name}, {precision}", {"Weir": run})]
+    cases = [Case(f"{name}, {precision}", {"Weir": run})]
+    if arguments.competitors:
+        runs = decoder_runs(arguments, checkpoint)
+        cases += [
+            Case(
+                f"beside {count} busy processes",
+                {"Weir": partial(measure_beside, runs, count, arguments.threads)},
+            )
+            for count in range(1, arguments.competitors + 1)
+        ]
+    yield cases
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -179,6 +261,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=int, default=50)
     parser.add_argument("--context", type=int, default=100)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument(
+        "--competitors", type=int, default=0, help="busy processes beside which to measure too"
+    )
 
 
 BENCH = Bench(__doc__, FIGURES, prepare, add_options)

@@ -33,4 +33,5 @@ const Kernels WEIR_KERNELS = {
 #endif
     },
     best_of,
+    [](uint32_t seed) { piece_order = seed; },
 };

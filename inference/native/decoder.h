@@ -236,7 +236,7 @@ template <class T> class Decoder final : public AnyDecoder {
 
     void run(const Step &step, int index) {
         Worker worker(team_, index);
-        worker.each(step.row_count, [&](int64_t row) { embed(step.token_ids[row], hidden_.data() + row * hidden_stride_); });
+        worker.each_row(step.row_count, [&](int64_t row) { embed(step.token_ids[row], hidden_.data() + row * hidden_stride_); });
         int64_t rows = step.row_count;
         for (int64_t number = 0; number < shape_.layer_count; ++number) {
             const Layer &layer = layers_[number];
@@ -249,7 +249,7 @@ template <class T> class Decoder final : public AnyDecoder {
                         store(mixed_.data() + row * mixed_stride_ + column + c * LANES, sums[c]);
                 }
             );
-            worker.each(rows, [&](int64_t row) { rotate_and_keep_unit(step, layer, row, keys, values); });
+            worker.each_row(rows, [&](int64_t row) { rotate_and_keep_unit(step, layer, row, keys, values); });
             const bool is_last = number + 1 == shape_.layer_count;
             if (is_last) { // beyond keys and values, the last layer computes only the wanted rows
                 worker.each(1, [&](int64_t) { gather_wanted(step); });
@@ -286,7 +286,7 @@ template <class T> class Decoder final : public AnyDecoder {
                     store(step.logits + row * step.logits_stride + column + c * LANES, sums[c]);
             }
         );
-        worker.each(rows, [&](int64_t row) {
+        worker.each_row(rows, [&](int64_t row) {
             step.best[row] = best_of(step.logits + row * step.logits_stride, shape_.vocabulary_size);
         });
     }
@@ -297,7 +297,7 @@ template <class T> class Decoder final : public AnyDecoder {
         if constexpr (HAS_QUADS) {
             if (linear.quantized.data()) {
                 const QuantizedRows quantized{bytes_.data(), byte_scales_.data(), byte_offsets_.data(), byte_stride_};
-                worker.each(rows, [&](int64_t row) {
+                worker.each_row(rows, [&](int64_t row) {
                     quantize(left_rows.from(row).values, padded_inner<T>(linear.inner), quantized.from(row));
                 });
                 return linear_product(worker, quantized, rows, linear, scratches_[index], keep);
@@ -321,7 +321,7 @@ template <class T> class Decoder final : public AnyDecoder {
     }
 
     void normalize(Worker &worker, const Buffer<float> &weight, int64_t rows) {
-        worker.each(rows, [&](int64_t row) {
+        worker.each_row(rows, [&](int64_t row) {
             const float *hidden = hidden_.data() + row * hidden_stride_;
             Left<T> *normed = normed_.data() + row * hidden_stride_;
             Vector squares = {};

@@ -52,4 +52,5 @@ class AnyDecoder {
 struct Kernels {
     AnyDecoder *(*open)(const Shape &shape, bool is_bfloat16);
     int32_t (*best_of)(const float *values, int64_t count);
+    void (*shuffle_pieces)(uint32_t seed);
 };

@@ -91,6 +91,11 @@ EXPORT int32_t weir_best_of(int32_t level, const float *values, int64_t count) {
     return LEVELS[level].kernels->best_of(values, count);
 }
 
+// Order in which threads take the pieces of their work, by a seed; 0 for ascending.
+EXPORT void weir_shuffle_pieces(int32_t level, uint32_t seed) { // for tests
+    LEVELS[level].kernels->shuffle_pieces(seed);
+}
+
 // Null without memory. Requires `weir_level_computes`.
 EXPORT AnyDecoder *weir_decoder_open(int32_t level, const Shape *shape, int32_t is_bfloat16) try {
     return LEVELS[level].kernels->open(*shape, is_bfloat16);

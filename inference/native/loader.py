@@ -242,6 +242,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "weir_level_name": (ctypes.c_char_p, [kind]),
         "weir_level_computes": (kind, [kind, kind]),
         "weir_best_of": (kind, [kind, pointer, index]),
+        "weir_shuffle_pieces": (None, [kind, ctypes.c_uint32]),
         "weir_decoder_open": (pointer, [kind, pointer, kind]),
         "weir_decoder_close": (None, [pointer]),
         "weir_decoder_set": (kind, [pointer, index, kind, pointer, pointer, pointer]),

@@ -230,6 +230,50 @@ def test_logits_do_not_depend_on_the_number_of_threads(
     assert all(torch.equal(each, on_one) for each in on_three)
 
 
+@needs_compiler
+@pytest.mark.parametrize("level", LEVELS)
+def test_logits_do_not_depend_on_the_order_in_which_threads_take_pieces(
+    level: str, tmp_path: Path, several_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_checkpoint(tmp_path, seed=3, shape=SHAPES["grouped heads"]).directory
+    assert LIBRARY is not None
+    number = loader.available_levels(LIBRARY, is_bfloat16=True)[level]
+
+    def logits(seed: int) -> torch.Tensor:
+        LIBRARY.weir_shuffle_pieces(number, seed)
+        return torch.cat(run_steps(directory, "int8", monkeypatch, native=True, level=level))
+
+    try:
+        ascending, *shuffled = [logits(seed) for seed in (0, 1, 2_654_435_761)]
+    finally:
+        LIBRARY.weir_shuffle_pieces(number, 0)
+
+    assert all(torch.equal(each, ascending) for each in shuffled)
+
+
+@pytest.fixture(scope="module")
+def team_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile the program that holds threads up, or skip the test without a compiler."""
+    compiler = next(filter(None, map(shutil.which, loader.COMPILERS)), None)
+    if compiler is None:
+        pytest.skip("no compiler")
+    source, program = Path(__file__).with_name("team.cpp"), tmp_path_factory.mktemp("team") / "team"
+    command = [compiler, "-std=c++20", "-O1", "-pthread", "-o", str(program), str(source)]
+    subprocess.run(command, check=True, timeout=120)
+    return program
+
+
+@pytest.mark.parametrize("case", ["lost", "late", "random"])
+def test_a_phase_ends_with_its_last_piece_and_waits_for_no_thread(
+    case: str, team_program: Path
+) -> None:
+    ended = subprocess.run(
+        [team_program, case], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert (ended.returncode, ended.stdout) == (0, "ok\n")
+
+
 def test_switched_off_computes_with_torch_and_says_so(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
