@@ -85,7 +85,7 @@ class FleetLauncher:
         for each in (*fields(servers), *fields(terms)):
             source = servers if hasattr(servers, each.name) else terms
             value = getattr(source, each.name)
-            if value != default_of(each):
+            if value not in (default_of(each), ""):
                 found[each.name] = plain(value)
         found.pop("can_sleep", None)
         if found.get("address"):
@@ -341,6 +341,8 @@ def plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, Path):
         return str(value.absolute())
+    if isinstance(value, Service):
+        return value.value
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, SleepTerms):

@@ -219,7 +219,9 @@ class RunningFleet:
         waited_for = [
             part
             for part in replacing
-            if part.terms.warm_count and self.serving.parts[part.terms.served].backend.healthy()
+            if part.terms.warm_count
+            and part.terms.launched is None  # its servers start when the present ones have ended
+            and self.serving.parts[part.terms.served].backend.healthy()
         ]
         needed = [
             managed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from api.fleet.fleet_file import (
     FleetVersion,
     parse_document,
 )
+from api.fleet.running_fleet import check_launchers
+from common.settings import SettingInvalid
 from tests.api.test_fleet_file import MISTAKES
 
 NAMES = st.sampled_from(["chat", "code", "1", "true", "null", "a.b", "x:y", "e5"])
@@ -42,6 +45,46 @@ def targets(draw: st.DrawFn) -> tuple[FleetTarget, ...]:
         address = f"vllm://host-{port}:{port}"
         found[address] = FleetTarget(address, draw(st.sampled_from(["", *REGIONS])), key, header)
     return tuple(found.values())
+
+
+LAUNCHERS = """
+{kind: process, command: [vllm, serve, --port, '{port}'], environment: {A: b}, keep_running: true}
+{kind: process, command: [x], address: 'sglang://[::1]:{port}', stop_timeout_s: 2, pool: gpus,
+ units: 4, sleeping_units: 1, sleep: {url: 'http://[::1]:{port}', level: 2}, stop_after_s: 90}
+{kind: command, start: [a], stop: [b, '{number}'], sleep: [c], wake: [d], service: trtllm}
+{kind: command, start: [a], stop: [b], status: [s], address: 'vllm://a-{number}:1',
+ key_file: /keys/one, key_header: api-key, cost_per_hour: 1.25, start_timeout_s: 9}
+{kind: kubernetes, group: apps, version: v1, resource: deployments, namespace: n, name: x,
+ address: 'vllm://x:1', count: 3, field: spec.replicas, kubeconfig: /etc/kube}
+{kind: kubernetes, version: v1, resource: r, namespace: n, name: x, address: 'vllm://x-{number}:1',
+ state_directory: /var/lib/x}
+"""
+
+
+def launched(launcher: str) -> Fleet:
+    content = f"""
+pools: {{gpus: {{max: 8}}}}
+models: {{chat: {{engine: remote, directory: /m, replicas: {{min: 0, max: 1}},
+                 idle_timeout_s: 60, launcher: {launcher}}}}}
+"""
+    return parse_document(content, None)
+
+
+@pytest.mark.parametrize("launcher", re.split(r"\n(?=\{)", LAUNCHERS.strip()))
+def test_a_document_has_the_whole_launcher(launcher: str) -> None:
+    fleet = launched(launcher)
+
+    assert parse_document(document_of(fleet), None) == fleet
+    assert fleet.models[0].versions[0].launcher is not None
+
+
+def test_a_call_brings_no_launcher(tmp_path: Path) -> None:
+    """It runs commands on the server. One that the present fleet has may stay, and change place."""
+    present, other = (launched(f"{{kind: process, command: [{each}]}}") for each in ("x", "y"))
+
+    check_launchers(present, present)
+    with pytest.raises(SettingInvalid, match="'chat' has a launcher that the present fleet"):
+        check_launchers(other, present)
 
 
 @st.composite

@@ -7,11 +7,13 @@ import contextlib
 import json
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from api.fleet.launch_plan import LaunchTerms
+from api.fleet.launcher_reader import FleetLauncher
 from api.fleet.launching import LaunchedVersion, Launching
 from inference.adapters.launched_place import Place
 from inference.launchers.launcher import LaunchedId, LaunchFailed
@@ -103,6 +105,38 @@ async def test_a_replica_comes_with_the_demand_and_goes_with_it(database_url: st
         ("chat", "started"): 1,
         ("chat", "failed"): 0,
     }
+
+
+async def test_another_launcher_starts_servers_when_those_of_the_first_have_ended(
+    database_url: str,
+) -> None:
+    """The servers of a name are those of one launcher, so the first one stops what it started."""
+    world, later = World(database_url), World(database_url)
+    [(place, engine)] = later.launching._versions["chat"].members
+    successor = replace(
+        LaunchedVersion("chat", later.servers, LaunchTerms()),
+        source=cast(FleetLauncher, "another"),
+        members=[(place, engine)],
+    )
+    async with world.running():
+        world.place.want()
+        await world.reaches("ready")
+        place.want()
+        world.launching.become([successor], {})
+        await until(lambda: world.place.standing.address == ADDRESS, "requests may still run")
+        await asyncio.sleep(0.3)
+        assert not later.servers.calls
+
+        world.place.leave()
+        await until(lambda: place.standing.address == ADDRESS, "the other server")
+        assert world.servers.calls == ["start", "stop"]
+
+        place.leave()
+        world.launching.become([], {})
+        await until(lambda: not world.launching._versions, "nothing to launch")
+        await world.launching.close()
+
+    assert later.servers.calls == ["start", "stop"]
 
 
 async def test_an_unexpected_error_of_a_launcher_fails_its_replica_only(database_url: str) -> None:
