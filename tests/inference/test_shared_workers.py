@@ -184,6 +184,47 @@ async def test_a_stranger_does_no_harm(directory: EngineDirectory, tiny: TinyChe
                 assert {late.worker_pid, first.worker_pid, second.worker_pid} == {pid}
 
 
+async def test_a_process_that_stops_reading_holds_up_no_other_one(
+    directory: EngineDirectory, tiny: TinyCheckpoint
+) -> None:
+    """As one that is suspended: its sequences go on until its connection is full, then end."""
+    settings = settings_for(tiny)
+    async with served(shared(directory, settings)) as engine:
+        process = engine._worker.process
+        assert process is not None
+        load = engine._worker._kind.load
+        [path] = directory.path.glob("*.sock")
+        with socket.socket(socket.AF_UNIX) as stopped:
+            stopped.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            stopped.connect(directory.address(path.name))
+            starts = [
+                StartSequence(number, make_request(prompt(number), 900)) for number in range(30)
+            ]
+            stopped.sendall(b"".join(map(encode, [load, *starts])))
+            await until(lambda: engine.statistics().running_sequence_count == 30)
+
+            outcome = await run(engine, make_request(prompt(1), 50))
+
+            assert len(outcome.token_ids) == 50
+        await until(lambda: engine.statistics().running_sequence_count == 0)
+
+
+async def test_a_process_that_wants_another_model_is_not_served(
+    directory: EngineDirectory, tiny: TinyCheckpoint
+) -> None:
+    settings = settings_for(tiny)
+    other = TorchEngine(settings_for(tiny, running_sequence_count_max=2))._worker._kind.load
+    async with served(shared(directory, settings)) as engine:
+        [path] = directory.path.glob("*.sock")
+        with socket.socket(socket.AF_UNIX) as end:
+            end.settimeout(WAIT_S)
+            end.connect(directory.address(path.name))
+            await asyncio.to_thread(end.sendall, encode(other))
+            while await asyncio.to_thread(end.recv, 1 << 16):
+                pass  # what all are told, then the end
+        assert len((await run(engine, make_request(prompt(1), 5))).token_ids) == 5
+
+
 async def test_a_worker_is_found_again_after_its_process_was_killed(
     directory: EngineDirectory, tiny: TinyCheckpoint
 ) -> None:
