@@ -199,13 +199,14 @@ async def test_a_worker_that_nobody_uses_gives_its_memory_to_one_who_waits(
         name: str, budget: MemoryBudget, found: Callable[[TorchEngine], None]
     ) -> ManagedEngine:
         replica = directory.replica(name, settings)
+        needs = Needs(MODEL_BYTES, is_pinned=name == "a", replica=replica)  # a stays by itself
 
         def build() -> TorchEngine:
             engine = TorchEngine(settings, replica.opener(open_worker))
             found(engine)
             return engine
 
-        return ManagedEngine(build, ManagedTerms(0, Needs(MODEL_BYTES, replica=replica)), budget)
+        return ManagedEngine(build, ManagedTerms(0, needs), budget)
 
     engines: list[TorchEngine] = []
     killed, other = (

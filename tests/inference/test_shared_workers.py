@@ -19,7 +19,7 @@ import pytest
 from bench import engine_streams as streams
 from common.processes import alive
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
-from inference.engine import EngineState
+from inference.engine import EngineState, SamplingParams
 from inference.errors import EngineFailed
 from inference.workers.process import open_worker
 from inference.workers.protocol import (
@@ -197,16 +197,19 @@ async def test_a_process_that_stops_reading_holds_up_no_other_one(
         with socket.socket(socket.AF_UNIX) as stopped:
             stopped.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
             stopped.connect(directory.address(path.name))
+            detailed = SamplingParams(top_logprobs=20)  # 100 bytes of a token become 1000
             starts = [
-                StartSequence(number, make_request(prompt(number), 900)) for number in range(30)
+                StartSequence(number, make_request(prompt(number), 900, sampling=detailed))
+                for number in range(30)
             ]
             stopped.sendall(b"".join(map(encode, [load, *starts])))
-            await until(lambda: engine.statistics().running_sequence_count == 30)
+            await until(lambda: engine.statistics().output_token_count > 9000)
 
             outcome = await run(engine, make_request(prompt(1), 50))
 
             assert len(outcome.token_ids) == 50
         await until(lambda: engine.statistics().running_sequence_count == 0)
+        assert engine.statistics().output_token_count < 26_000, "its sequences ended with it"
 
 
 async def test_a_process_that_wants_another_model_is_not_served(
