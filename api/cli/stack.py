@@ -548,16 +548,17 @@ def with_shared_port(settings: Settings) -> Settings:
 
 
 def further_api(settings: Settings, number: int) -> Child:
-    """Build the api process of this number, from 2: it has a connection file and a peer port of its
+    """Build the api process of this number, from 2. It has a connection file and a peer port of its
     own. `settings` are those of the first one.
 
     All keep their journals in one directory: each recovers those of dead ones.
     """
     home = settings.home / f"api-{number}"
     make_private(home)
-    make_private(settings.journal_directory)
+    journals = settings.journal_directory
+    make_private(journals)
     with contextlib.suppress(FileExistsError):
-        (home / settings.journal_directory.name).symlink_to(settings.journal_directory)
+        (home / journals.name).symlink_to(Path("..", journals.name))
     key = key_path(settings.to_environment())
     own = settings.having(
         home=home,

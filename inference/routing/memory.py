@@ -416,7 +416,7 @@ class MemoryBudget:
         on this machine.
         """
         self._read_others(reservations)
-        for resident in list(self._waiting):  # what runs already takes nothing more
+        for resident in list(self._waiting):  # a running engine takes nothing more
             other = self._others.get(key_of(resident))
             if other is not None and self._enter(resident, other.gpus):
                 self._others.pop(key_of(resident))

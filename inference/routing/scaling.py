@@ -43,8 +43,9 @@ class ReplicaSettings:
     # How many engine workers wait for a model with torch imported, so that it starts faster. Some
     # 130 MB each.
     spare_workers: int = setting("WEIR_SPARE_WORKERS", 0, whole(0, 16))
-    # How much memory all engines of a process may take together; 0: as much as there is. If one
-    # does not fit, it waits until idle ones have stopped.
+    # How much memory all engines of a machine may take together; 0: as much as there is. If one
+    # does not fit, it waits until idle ones have stopped. Processes with one
+    # WEIR_ENGINE_DIRECTORY share it.
     memory_bytes: int = setting("WEIR_ENGINE_MEMORY_BYTES", 0, whole(0, 2**50))
 
 

@@ -17,7 +17,6 @@ import select
 import signal
 import socket
 import struct
-import sys
 import threading
 import time
 from collections import OrderedDict, deque
@@ -270,9 +269,8 @@ class Inbox(Generic[Local]):
             for body in split(connection.received):
                 self._take(connection, self._decoder.decode(body))
         except ProtocolBroken as error:
-            print(
-                f"weir worker: the parent broke the protocol: {error}", file=sys.stderr, flush=True
-            )
+            # Not `print`: the process that reads the log may have ended.
+            _log.error("an api process broke the protocol: %s", error)
             if not self._is_shared:
                 self._exit(EXIT_PROTOCOL_BROKEN)
             has_ended = True

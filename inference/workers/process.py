@@ -79,7 +79,7 @@ async def start_process(
         stdout=asyncio.subprocess.DEVNULL,
         stderr=log_fd,
         env=environment,
-        # It may outlive this process and what ends its session, if others use it.
+        # If others use it, it outlives this process and the signals to its session.
         start_new_session=True,
     )
 
@@ -258,7 +258,7 @@ class WorkerProcess(asyncio.Protocol):
             socket.send_fds(end, [encode(Listen())], files)
 
     def kill(self) -> None:
-        """Kill the worker, whoever uses it, without waiting for its end."""
+        """Kill the worker, even if others use it, without waiting for its end."""
         if self.is_joining and self._users is not None and (pid := self._users.worker_pid()):
             self.joined(Joined(pid, ""))
         with contextlib.suppress(ProcessLookupError):

@@ -59,7 +59,7 @@ class Reservations:
     def of_others(self, own: Collection[str]) -> dict[str, Reservation]:
         """Read the reservations of replicas by their keys, except those with `own` keys.
 
-        Those that nobody has any more are removed.
+        Those without a process are removed.
         """
         found = {}
         for name in self._directory.names():

@@ -1,11 +1,11 @@
 """Sharing of engine workers by the api processes of a machine, through locks in one directory.
 
-The kernel decides who starts a worker and who ends it, since it releases the locks of a process
-that dies. A replica has three files, named by its key:
+The kernel decides which process starts a worker and which one ends it, since it releases the locks
+of a process that dies. A replica has three files, named by its key:
 
 - `.lock` is held by its worker from the start to the end, so there is one at most.
 - `.users` is held in common by the api processes that need the engine, from before the start until
-  they have left. Who can take it alone is the last one, and ends the worker.
+  they have left. The process that can take it alone is the last one, and ends the worker.
 - `.sock` is the socket on which the worker listens.
 """
 
@@ -160,7 +160,7 @@ class SharedReplica:
         """Become a user of the replica. Return False while its last user ends it."""
         assert self._users is None, "a replica is entered once"
         fd = self._directory.open(f"{self.key}.users")
-        # A file that nobody has locked may be removed before it is locked here.
+        # An unlocked file may be removed before it is locked here.
         if not try_lock(fd, alone=False) or not os.fstat(fd).st_nlink:
             os.close(fd)
             return False

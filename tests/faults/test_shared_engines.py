@@ -70,6 +70,33 @@ async def test_the_kill_of_one_process_is_not_seen_in_the_streams_of_another(
     check_invariants(starter.database_url, all_ended=True)
 
 
+async def test_a_process_that_is_stopped_leaves_its_engines_to_the_other_one(
+    launch: Start, model: Path, tmp_path: Path
+) -> None:
+    """It had started them. The other one ends them when it is stopped, without a wait."""
+    starter, other = launch_two(launch, tmp_path, model)
+    workers = starter.worker_pids()
+    tenant = await starter.tenant(LIMITS)
+    async with other.stream(tenant.secret) as stream:
+        expected = await answers(stream, TOKENS)
+        begun = requests(TOKENS)
+        await stream.send(*begun)
+        for frame in begun:
+            await stream.received(frame.request_id, 3)
+
+        assert starter.process is not None
+        starter.process.send_signal(signal.SIGTERM)
+        await until(lambda: not alive(starter.pid), "the process to end")
+
+        assert await check_whole(stream, begun, expected) == 0, "no engine was lost"
+        assert await answers(stream, TOKENS) == expected
+    assert other.worker_pids() == workers
+    assert other.process is not None
+    other.process.send_signal(signal.SIGTERM)
+    await until(lambda: not alive(other.pid), "the last process to end")
+    assert not any(map(alive, workers))
+
+
 async def test_a_killed_worker_is_replaced_once_and_all_streams_continue(
     launch: Start, model: Path, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""One memory budget for all processes of a machine: it holds, and nobody waits for ever.
+"""One memory budget for all processes of a machine: it holds, and no request waits for ever.
 
 Budgets of one process stand for those of several: they know each other through the directory only.
 """
@@ -167,7 +167,7 @@ time.sleep(600)
 
 
 @pytest.mark.usefixtures("fast")
-async def test_a_killed_process_holds_no_memory_and_no_place_in_the_queue(tmp_path: Path) -> None:
+async def test_a_killed_process_holds_neither_memory_nor_a_ticket(tmp_path: Path) -> None:
     holder = subprocess.Popen(  # noqa: ASYNC220  # it does not wait
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
@@ -199,13 +199,14 @@ async def test_a_worker_that_nobody_uses_gives_its_memory_to_one_who_waits(
         name: str, budget: MemoryBudget, found: Callable[[TorchEngine], None]
     ) -> ManagedEngine:
         replica = directory.replica(name, settings)
+        needs = Needs(MODEL_BYTES, is_pinned=name == "a", replica=replica)  # a stays by itself
 
         def build() -> TorchEngine:
             engine = TorchEngine(settings, replica.opener(open_worker))
             found(engine)
             return engine
 
-        return ManagedEngine(build, ManagedTerms(0, Needs(MODEL_BYTES, replica=replica)), budget)
+        return ManagedEngine(build, ManagedTerms(0, needs), budget)
 
     engines: list[TorchEngine] = []
     killed, other = (
