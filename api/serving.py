@@ -37,7 +37,8 @@ from api.fleet.fleet import build_serving
 from api.generation.request import control
 from api.generation.request.admission import Admission, Capacity
 from api.generation.request.peers import Identity, Peer, PeerCertificates, make_identity
-from api.generation.request.registry import RequestRegistry, shared_queues
+from api.generation.request.queue_exchange import QueueExchange, shared_queues
+from api.generation.request.registry import RequestRegistry
 from api.generation.request.relay import Relays
 from api.metrics.operator_http import BacklogReader, MetricsListener, Parts, Probes, Scrapes
 from api.observability.observer import Observer
@@ -51,7 +52,6 @@ from api.process import (
     return_freed_memory,
     stop_signals,
 )
-from api.queue.exchange import QueueExchange
 from api.rpc.inference_service import InferenceServicer
 from api.rpc.open_streams import BoundedCalls
 from api.server import Servicers, build_peer_server, build_server

@@ -437,6 +437,7 @@ BORDERS = (
             "inference/adapters/remote_http.py",
             "inference/adapters/remote_http_connection.py",
             *("bench/http_api_load.py", "bench/hostile_upstream.py", "bench/service.py"),
+            "bench/pool.py",
         ),
         why="only OpenAI's API, console, metrics, webhooks and remote engines use HTTP",
     ),

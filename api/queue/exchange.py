@@ -1,41 +1,47 @@
 """Exchange between the queues of all api processes before the same engines.
 
-While a process has requests for engines that others use too, it writes the reports of its queues to
-PostgreSQL every `INTERVAL_S` and reads those of the others, in one statement in the background. A
-process without such requests, or without other processes, writes nothing. Nothing that a request
-waits for happens here.
-
-Whatever is stale is bounded: reports are at most `INTERVAL_S` old, and those of a process that ends
-or is cut off count for `SILENT_S`. A process that was silent for longer, or has just started, is
-new to the others: it takes their level, and what it served meanwhile is not made up for.
+Pure: reports are encoded and absorbed here; `api/generation/request/queue_exchange.py` carries
+them. Whatever is stale is bounded: reports are at most `INTERVAL_S` old, and those of a process
+that ends or is cut off count for `SILENT_S`. A process that was silent for longer, or has just
+started, is new to the others: it takes their level, and service before that is not made up for.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 import structlog
 
 from api.queue.fair_queue import FairQueue, QueueReport
-from common.backoff import Backoff
-from metering.control.queue_reports import LOST, QueueReportRow, QueueReports
 
-INTERVAL_S = 0.2  # an eighth of the shortest promised wait that clients notice; 5 statements/s
+INTERVAL_S = 0.2  # between two reports: five small statements a second, and few requests
 ALONE_INTERVAL_S = 0.5  # while no other process has requests: below `SILENT_S`
 SILENT_S = 1.0  # five intervals: a busy event loop or database delays one or two
-RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 1.0
 
 Reports = dict[str, QueueReport]  # by pool
 
 log = structlog.get_logger(__name__)
 
 
+class ReportRow(Protocol):
+    """Report of another process: `written_at` identifies it, `age_s` is in seconds."""
+
+    @property
+    def process_id(self) -> uuid.UUID: ...
+    @property
+    def report(self) -> bytes: ...
+    @property
+    def written_at(self) -> float: ...
+    @property
+    def age_s(self) -> float: ...
+
+
 class Exchange:
-    """Reports of a process's queues to others, and what it has of theirs. Without tasks."""
+    """Reports of a process's queues, and those of other processes. Without tasks."""
 
     def __init__(
         self,
@@ -65,7 +71,7 @@ class Exchange:
         self._reported = busy
         return msgspec.msgpack.encode(reports)
 
-    def take(self, rows: Sequence[QueueReportRow]) -> Iterator[None]:
+    def take(self, rows: Sequence[ReportRow]) -> Iterator[None]:
         """Absorb the present reports of all other processes; those without one have ended.
 
         Yields after each, so that other tasks can run between two.
@@ -85,7 +91,7 @@ class Exchange:
         self._forget(set(self._written_at) - heard)
         self._apply()
 
-    def _absorb(self, row: QueueReportRow) -> None:
+    def _absorb(self, row: ReportRow) -> None:
         now = self._clock()
         try:
             reports = msgspec.msgpack.decode(row.report, type=Reports)
@@ -111,51 +117,3 @@ class Exchange:
     def _apply(self) -> None:
         for queue in self.queues.values():
             queue.exchanged()
-
-
-class QueueExchange:
-    """Task that exchanges reports through PostgreSQL while there is something to report."""
-
-    def __init__(
-        self, queues: Mapping[str, FairQueue], database_url: str, process_id: uuid.UUID
-    ) -> None:
-        self._exchange = Exchange(queues, process_id)
-        self._reports = QueueReports(database_url, process_id, sorted(queues))
-        self._work = asyncio.Event()
-        self._process_count = 1
-        for queue in queues.values():
-            queue.on_live = self._note_work
-
-    def note_processes(self, process_count: int) -> None:
-        """Record how many api processes the database knows, this one included."""
-        self._process_count = process_count
-        self._note_work()
-
-    def _note_work(self) -> None:
-        if self._process_count > 1:
-            self._work.set()
-
-    async def run(self) -> None:
-        """Exchange reports until cancelled. Never raises for an unavailable database."""
-        if not self._exchange.queues:
-            return
-        backoff = Backoff(RECONNECT_MIN_S, RECONNECT_MAX_S)
-        try:
-            while True:
-                if self._process_count < 2 or not self._exchange.has_work:
-                    self._work.clear()
-                    self._exchange.expire(0.0)  # reports would grow old while nothing is read
-                    await self._work.wait()
-                    continue
-                try:
-                    rows = await self._reports.exchange(self._exchange.report(), SILENT_S)
-                except LOST:
-                    self._exchange.expire()
-                    await asyncio.sleep(backoff.next_s())
-                    continue
-                backoff.reset()
-                for _ in self._exchange.take(rows):
-                    await asyncio.sleep(0)
-                await asyncio.sleep(INTERVAL_S if rows else ALONE_INTERVAL_S)
-        finally:
-            await self._reports.close()

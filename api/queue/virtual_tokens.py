@@ -186,7 +186,7 @@ class Line(Generic[Item]):
         self.output_tokens_mean: float | None = None  # of all tenants; None before the first
         self._last: Tenant[Item] | None = None  # served or left last
         self._swept_at = 1000  # number of known tenants at which idle ones are removed
-        # What was absorbed of the present period of each tenant, by process
+        # Absorbed service of the present period of each tenant, by process
         self._seen: dict[uuid.UUID, dict[int, tuple[int, float]]] = {}
         self._waiting_elsewhere: set[uuid.UUID] = set()  # processes in which requests wait
         self._floor = 0.0  # level of a line that others have left behind while it had no tenants
@@ -423,8 +423,8 @@ class Line(Generic[Item]):
     def absorb(self, process_id: uuid.UUID, report: LineReport, *, is_new: bool) -> float:
         """Take over the report of another process; return the new service there, in units.
 
-        `is_new` says that the process was unknown, or silent for too long: what it served since its
-        last report is not charged to anyone, or tenants would wait until it is made up for.
+        `is_new` says that the process was unknown, or silent for too long. Its service since its
+        last report is then not charged: its tenants would wait until others have caught up.
         """
         gap = report.level - self.level()
         if is_new and gap > 0:

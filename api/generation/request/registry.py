@@ -31,7 +31,6 @@ from api.generation.state import Stopwatch
 from api.observability.observer import Observer
 from api.queue.fair_queue import ExpectedWait, FairQueue
 from common.incidents import Retries
-from inference.engine import pool_of
 from inference.routing.router import Router
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer
@@ -316,18 +315,6 @@ class RequestRegistry:
                 request.report_progress(outlooks.get(entry))
         end = first + PROGRESS_FRAMES_MAX
         return end if end < len(waiting) else 0
-
-
-def shared_queues(router: Router, queues: Mapping[str, FairQueue]) -> dict[str, FairQueue]:
-    """Find the queues before engines that other processes use too; return them by pool.
-
-    Processes share a pool if they serve the same version of a model by the same engines.
-    """
-    return {
-        f"{backend.model.name} {pool}": queues[backend.model.name]
-        for backend in router.backends()
-        if (pool := pool_of(backend))
-    }
 
 
 def queues_of(router: Router, settings: QueueSettings) -> dict[str, FairQueue]:
