@@ -20,7 +20,8 @@ from api.queue.fair_queue import FairQueue, QueueReport
 
 INTERVAL_S = 0.2  # between two reports: five small statements a second, and few requests
 ALONE_INTERVAL_S = 0.5  # while no other process has requests: below `SILENT_S`
-SILENT_S = 1.0  # five intervals: a busy event loop or database delays one or two
+SILENT_S = 2.0  # ten intervals: a busy event loop or database delays some
+RATE_MEMORY = 10  # exchanges in the mean growth of a level: two seconds
 
 Reports = dict[str, QueueReport]  # by pool
 
@@ -56,6 +57,8 @@ class Exchange:
         self._clock = clock
         self._reported: set[str] = set()  # pools with requests at the last report
         self._written_at: dict[uuid.UUID, float] = {}  # of the last report of each process
+        # When the level of a pool was measured, the level, and its growth per second
+        self._levels: dict[str, tuple[float, float, float]] = {}
         # When a report of a process about a pool last came
         self._heard_at: dict[tuple[uuid.UUID, str], float] = {}
 
@@ -82,6 +85,7 @@ class Exchange:
                 self._absorb(row)
                 yield
         self._forget(set(self._written_at) - {row.process_id for row in rows})
+        self._note_levels(is_connected=True)
         self._apply()
 
     def expire(self, silent_s: float = SILENT_S) -> None:
@@ -90,6 +94,27 @@ class Exchange:
         heard = {process for (process, _), at in self._heard_at.items() if at > known_from}
         self._forget(set(self._written_at) - heard)
         self._apply()
+
+    def cut_off(self) -> None:
+        """Go on after a failed exchange: levels grow as before, as those of other processes do.
+
+        Otherwise engines that order by rank would prefer the requests of this process.
+        """
+        self._note_levels(is_connected=False)
+        self.expire()
+
+    def _note_levels(self, *, is_connected: bool) -> None:
+        """Measure how fast levels grow, or let them grow at the measured rate."""
+        now = self._clock()
+        for pool, queue in self.queues.items():
+            line = queue.interactive.line
+            before_at, before, rate = self._levels.get(pool, (now, line.level(), 0.0))
+            elapsed_s, gain = now - before_at, line.level() - before
+            if is_connected and elapsed_s > 0:
+                rate += (max(gain, 0.0) / elapsed_s - rate) / RATE_MEMORY
+            elif gain < rate * elapsed_s:
+                line.rise(rate * elapsed_s - gain)
+            self._levels[pool] = now, line.level(), rate
 
     def _absorb(self, row: ReportRow) -> None:
         now = self._clock()

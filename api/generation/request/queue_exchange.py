@@ -58,7 +58,7 @@ class QueueExchange:
                 try:
                     rows = await self._reports.exchange(self._exchange.report(), SILENT_S)
                 except LOST:
-                    self._exchange.expire()
+                    self._exchange.cut_off()
                     await asyncio.sleep(backoff.next_s())
                     continue
                 backoff.reset()
