@@ -39,6 +39,7 @@ from api.fleet.running_fleet import RunningFleet
 from api.generation.request import control
 from api.generation.request.admission import Admission, Capacity
 from api.generation.request.peers import Identity, Peer, PeerCertificates, make_identity
+from api.generation.request.queue_exchange import QueueExchange
 from api.generation.request.registry import RequestRegistry
 from api.generation.request.relay import Relays
 from api.keda.external_scaler import ExternalScaler
@@ -54,7 +55,6 @@ from api.process import (
     return_freed_memory,
     stop_signals,
 )
-from api.queue.exchange import QueueExchange
 from api.rpc.inference_service import InferenceServicer
 from api.rpc.open_streams import BoundedCalls
 from api.server import Servicers, build_keda_server, build_peer_server, build_server

@@ -439,6 +439,7 @@ BORDERS = (
             "inference/adapters/remote_http_connection.py",
             "inference/launchers/http.py",
             *("bench/http_api_load.py", "bench/hostile_upstream.py", "bench/service.py"),
+            "bench/pool.py",
         ),
         why="only OpenAI's API, console, metrics, webhooks, remote engines and launchers use HTTP",
     ),

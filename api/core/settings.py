@@ -396,7 +396,8 @@ class RequestSettings:
 class QueueSettings:
     """The queue of requests before each engine."""
 
-    # How many requests may wait for a model. In a longer queue they would wait for minutes.
+    # How many requests may wait for a model, in all processes before the same engines. In a longer
+    # queue they would wait for minutes.
     requests_max: int = setting("WEIR_QUEUE_REQUESTS_MAX", 2000, whole(1, 1_000_000))
     # How many requests of one organization may wait for a model. An organization cannot take more
     # places than it leaves free for others either.

@@ -1,41 +1,48 @@
 """Exchange between the queues of all api processes before the same engines.
 
-While a process has requests for engines that others use too, it writes the reports of its queues to
-PostgreSQL every `INTERVAL_S` and reads those of the others, in one statement in the background. A
-process without such requests, or without other processes, writes nothing. Nothing that a request
-waits for happens here.
-
-Whatever is stale is bounded: reports are at most `INTERVAL_S` old, and those of a process that ends
-or is cut off count for `SILENT_S`. A process that was silent for longer, or has just started, is
-new to the others: it takes their level, and what it served meanwhile is not made up for.
+Pure: reports are encoded and absorbed here; `api/generation/request/queue_exchange.py` carries
+them. Whatever is stale is bounded: reports are at most `INTERVAL_S` old, and those of a process
+that ends or is cut off count for `SILENT_S`. A process that was silent for longer, or has just
+started, is new to the others: it takes their level, and service before that is not made up for.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 import structlog
 
 from api.queue.fair_queue import FairQueue, QueueReport
-from common.backoff import Backoff
-from metering.control.queue_reports import LOST, QueueReportRow, QueueReports
 
-INTERVAL_S = 0.2  # an eighth of the shortest promised wait that clients notice; 5 statements/s
+INTERVAL_S = 0.2  # between two reports: five small statements a second, and few requests
 ALONE_INTERVAL_S = 0.5  # while no other process has requests: below `SILENT_S`
-SILENT_S = 1.0  # five intervals: a busy event loop or database delays one or two
-RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 1.0
+SILENT_S = 2.0  # ten intervals: a busy event loop or database delays some
+RATE_MEMORY = 10  # exchanges in the mean growth of a level: two seconds
 
 Reports = dict[str, QueueReport]  # by pool
 
 log = structlog.get_logger(__name__)
 
 
+class ReportRow(Protocol):
+    """Report of another process: `written_at` identifies it, `age_s` is in seconds."""
+
+    @property
+    def process_id(self) -> uuid.UUID: ...
+    @property
+    def report(self) -> bytes: ...
+    @property
+    def written_at(self) -> float: ...
+    @property
+    def age_s(self) -> float: ...
+
+
 class Exchange:
-    """Reports of a process's queues to others, and what it has of theirs. Without tasks."""
+    """Reports of a process's queues, and those of other processes. Without tasks."""
 
     def __init__(
         self,
@@ -48,6 +55,8 @@ class Exchange:
         self._clock = clock
         self._reported: set[str] = set()  # pools with requests at the last report
         self._written_at: dict[uuid.UUID, float] = {}  # of the last report of each process
+        # When the level of a pool was measured, the level, and its growth per second
+        self._levels: dict[str, tuple[float, float, float]] = {}
         # When a report of a process about a pool last came
         self._heard_at: dict[tuple[uuid.UUID, str], float] = {}
         self.queues: Mapping[str, FairQueue] = {}
@@ -57,6 +66,7 @@ class Exchange:
         """Exchange reports of these queues from now on. Those left out are their process's own."""
         for pool, queue in self.queues.items():
             if queues.get(pool) is not queue:
+                self._levels.pop(pool, None)
                 for process_id in self._written_at:
                     queue.forget(process_id)
                 queue.exchanged()
@@ -77,7 +87,7 @@ class Exchange:
         self._reported = busy
         return msgspec.msgpack.encode(reports)
 
-    def take(self, rows: Sequence[QueueReportRow]) -> Iterator[None]:
+    def take(self, rows: Sequence[ReportRow]) -> Iterator[None]:
         """Absorb the present reports of all other processes; those without one have ended.
 
         Yields after each, so that other tasks can run between two.
@@ -88,6 +98,7 @@ class Exchange:
                 self._absorb(row)
                 yield
         self._forget(set(self._written_at) - {row.process_id for row in rows})
+        self._note_levels(is_connected=True)
         self._apply()
 
     def expire(self, silent_s: float = SILENT_S) -> None:
@@ -97,7 +108,28 @@ class Exchange:
         self._forget(set(self._written_at) - heard)
         self._apply()
 
-    def _absorb(self, row: QueueReportRow) -> None:
+    def cut_off(self) -> None:
+        """Go on after a failed exchange: levels grow as before, as those of other processes do.
+
+        Otherwise engines that order by rank would prefer the requests of this process.
+        """
+        self._note_levels(is_connected=False)
+        self.expire()
+
+    def _note_levels(self, *, is_connected: bool) -> None:
+        """Measure how fast levels grow, or let them grow at the measured rate."""
+        now = self._clock()
+        for pool, queue in self.queues.items():
+            line = queue.interactive.line
+            before_at, before, rate = self._levels.get(pool, (now, line.level(), 0.0))
+            elapsed_s, gain = now - before_at, line.level() - before
+            if is_connected and elapsed_s > 0:
+                rate += (max(gain, 0.0) / elapsed_s - rate) / RATE_MEMORY
+            elif gain < rate * elapsed_s:
+                line.rise(rate * elapsed_s - gain)
+            self._levels[pool] = now, line.level(), rate
+
+    def _absorb(self, row: ReportRow) -> None:
         now = self._clock()
         try:
             reports = msgspec.msgpack.decode(row.report, type=Reports)
@@ -123,55 +155,3 @@ class Exchange:
     def _apply(self) -> None:
         for queue in self.queues.values():
             queue.exchanged()
-
-
-class QueueExchange:
-    """Task that exchanges reports through PostgreSQL while there is something to report."""
-
-    def __init__(self, database_url: str, process_id: uuid.UUID) -> None:
-        """Exchange nothing before `become`."""
-        self._exchange = Exchange({}, process_id)
-        self._reports = QueueReports(database_url, process_id)
-        self._work = asyncio.Event()
-        self._process_count = 1
-
-    def become(self, queues: Mapping[str, FairQueue]) -> None:
-        """Exchange reports of these queues, by pool, from now on."""
-        self._exchange.become(queues)
-        for queue in queues.values():
-            queue.on_live = self._note_work
-        self._note_work()
-
-    def note_processes(self, process_count: int) -> None:
-        """Record how many api processes the database knows, this one included."""
-        self._process_count = process_count
-        self._note_work()
-
-    def _note_work(self) -> None:
-        if self._process_count > 1:
-            self._work.set()
-
-    async def run(self) -> None:
-        """Exchange reports until cancelled. Never raises for an unavailable database."""
-        backoff = Backoff(RECONNECT_MIN_S, RECONNECT_MAX_S)
-        try:
-            while True:
-                if self._process_count < 2 or not self._exchange.has_work:
-                    self._work.clear()
-                    self._exchange.expire(0.0)  # reports would grow old while nothing is read
-                    await self._work.wait()
-                    continue
-                try:
-                    rows = await self._reports.exchange(
-                        sorted(self._exchange.queues), self._exchange.report(), SILENT_S
-                    )
-                except LOST:
-                    self._exchange.expire()
-                    await asyncio.sleep(backoff.next_s())
-                    continue
-                backoff.reset()
-                for _ in self._exchange.take(rows):
-                    await asyncio.sleep(0)
-                await asyncio.sleep(INTERVAL_S if rows else ALONE_INTERVAL_S)
-        finally:
-            await self._reports.close()

@@ -30,7 +30,7 @@ from api.queue.queue_admission import (
     ALL_TENANTS,
     Arrival,
     QueueAdmission,
-    TenantPlaces,
+    TenantEntries,
     WaitingCounts,
 )
 from api.queue.tier import Tier
@@ -47,7 +47,7 @@ WINDOW_MIN = 1.0
 WINDOW_MAX = 160.0
 # Sequences of all processes in total; one more request of each with all its choices still fits.
 PENDING_MAX, CHOICES_MAX = 224, 16
-TURN_GAP_S = 0.5  # between turns of the batch tier in several processes: by then, each knows
+BATCH_GAP_S = 0.5  # between turns of the batch tier in several processes: by then, each knows
 # Sequences with a response format that do not count, since they wait for their grammar.
 COMPILING_MAX = 32
 # Steps: a sequence misses the step under way at its dispatch; the next one can take it.
@@ -60,14 +60,14 @@ SHRINK = 0.5
 class QueueReport(msgspec.Struct, array_like=True, frozen=True):
     """State of one process's queue, for the others before the same engines.
 
-    `batch_turn_age_s` is the number of seconds since the batch tier last got a turn there; None for
-    never.
+    `batch_dispatch_age_s` is the number of seconds since the last turn of the batch tier there;
+    None for never.
     """
 
     interactive: LineReport = LineReport()
     batch: LineReport = LineReport()
-    places: tuple[TenantPlaces, ...] = ()
-    batch_turn_age_s: float | None = None
+    entries: tuple[TenantEntries, ...] = ()
+    batch_dispatch_age_s: float | None = None
 
     @property
     def has_work(self) -> bool:
@@ -384,7 +384,7 @@ class FairQueue:
         self._tenant_half = min(settings.requests_per_tenant_max, self._half) // 2
         self._number = 0
         # When the batch tier last got a turn in any process, and when it started to wait here
-        self.batch_turn_at = self.batch_waits_since = -math.inf
+        self.batch_dispatched_at = self.batch_waits_since = -math.inf
         self.live_count = 0  # requests that have not left
         self.on_live: Callable[[], None] = lambda: None  # called when there was none before
         self.process_id = uuid.UUID(int=0)  # tells this process from those of `reports`
@@ -424,12 +424,12 @@ class FairQueue:
 
     def report(self) -> QueueReport:
         """Describe the queue for other processes before the same engines."""
-        turn_at = self.batch_turn_at
+        dispatched_at = self.batch_dispatched_at
         return QueueReport(
             self.interactive.line.report(),
             self.batch.line.report(),
-            self.admission.places(),
-            None if turn_at == -math.inf else self.clock() - turn_at,
+            self.admission.entries(),
+            None if dispatched_at == -math.inf else self.clock() - dispatched_at,
         )
 
     def absorb(
@@ -444,8 +444,10 @@ class FairQueue:
             units = tier.line.absorb(process_id, line, is_new=is_new)
             if units and tier.rate.is_sampled:
                 tier.rate.served(units, now)
-        if report.batch_turn_age_s is not None:
-            self.batch_turn_at = max(self.batch_turn_at, now - report.batch_turn_age_s - age_s)
+        if report.batch_dispatch_age_s is not None:
+            self.batch_dispatched_at = max(
+                self.batch_dispatched_at, now - report.batch_dispatch_age_s - age_s
+            )
         self.reports[process_id] = report
 
     def forget(self, process_id: uuid.UUID) -> None:
@@ -457,7 +459,7 @@ class FairQueue:
     def exchanged(self) -> None:
         """Apply the absorbed reports: bounds, windows, and requests whose turn has come."""
         reports = self.reports.values()
-        self.waiting.note_elsewhere(place for report in reports for place in report.places)
+        self.waiting.note_elsewhere(each for report in reports for each in report.entries)
         self.interactive_waits_elsewhere = any(
             report.interactive.next_rank is not None for report in reports
         )
@@ -471,7 +473,7 @@ class FairQueue:
 
         It may be due in several processes: the one with the lowest rank is first.
         """
-        waited_s = now - max(self.batch_turn_at, self.batch_waits_since)
+        waited_s = now - max(self.batch_dispatched_at, self.batch_waits_since)
         if waited_s < self.settings.batch_wait_max_s or not self.reports:
             return waited_s >= self.settings.batch_wait_max_s
         tenant = self.batch.line.next_tenant()
@@ -482,7 +484,7 @@ class FairQueue:
             for process_id, report in self.reports.items()
             if (rank := report.batch.next_rank) is not None and (rank, process_id) < own
         ]
-        return waited_s >= self.settings.batch_wait_max_s + TURN_GAP_S * len(before)
+        return waited_s >= self.settings.batch_wait_max_s + BATCH_GAP_S * len(before)
 
     def stopped_waiting(self, arrival: Arrival) -> None:
         """Record that a request has stopped waiting: it was dispatched or has left."""
@@ -564,7 +566,7 @@ class FairQueue:
             if not window.has_room(rank):
                 break
             if tier is self.batch:
-                self.batch_turn_at = now
+                self.batch_dispatched_at = now
             entry = tier.line.take(
                 tenant,
                 tier.line.expected_output_tokens(tenant, tenant.first.output_token_count_max),

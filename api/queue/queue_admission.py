@@ -63,7 +63,7 @@ class Dispatch(Protocol):
         ...
 
 
-class TenantPlaces(msgspec.Struct, array_like=True, frozen=True):
+class TenantEntries(msgspec.Struct, array_like=True, frozen=True):
     """Places that a tenant takes in one process: waiting requests, and reservations."""
 
     tenant: bytes
@@ -91,12 +91,12 @@ class WaitingCounts:
         """Return how many requests of a tenant wait in all processes."""
         return self.by_tenant.get(tenant, 0) + self.elsewhere_by_tenant.get(tenant, 0)
 
-    def note_elsewhere(self, places: Iterable[TenantPlaces]) -> None:
+    def note_elsewhere(self, entries: Iterable[TenantEntries]) -> None:
         """Replace the places in other processes."""
         by_tenant, reserved = self.elsewhere_by_tenant, self.reserved_elsewhere
         by_tenant.clear()
         reserved.clear()
-        for each in places:
+        for each in entries:
             tenant = int.from_bytes(each.tenant)
             if each.waiting_count:
                 by_tenant[tenant] = by_tenant.get(tenant, 0) + each.waiting_count
@@ -165,11 +165,11 @@ class QueueAdmission:
         before = self._units_before(arrival, own)
         return tier.seconds(before + self._cost(arrival) * self._dispatch.count_before(rank))
 
-    def places(self) -> tuple[TenantPlaces, ...]:
+    def entries(self) -> tuple[TenantEntries, ...]:
         """List the places that tenants take in this process."""
         tenants = self._waiting.by_tenant.keys() | {each.int for each in self.reservations.owners()}
         return tuple(
-            TenantPlaces(
+            TenantEntries(
                 (tenant_id := uuid.UUID(int=each)).bytes,
                 self._waiting.by_tenant.get(each, 0),
                 self.reservations.count(tenant_id),

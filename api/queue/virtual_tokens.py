@@ -22,9 +22,10 @@ no credit.
 
 Lines of several processes before the same engines exchange reports (`Line.report`, `Line.absorb`).
 A process charges a tenant of its own for service elsewhere; the counter of a tenant without
-requests of its own is the highest reported one, which includes all service. Never both: service
-that two others report would count twice. Lines that meet for the first time, or again, have counted
-from different beginnings: the lower one rises by the difference of their levels.
+requests of its own is the highest reported one, which includes all service. Service that two others
+report must not count twice, so a charged counter is only kept near the highest one. Lines that meet
+for the first time, or again, have counted from different beginnings: the lower one rises by the
+difference of their levels.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class Tenant(Generic[Item]):
     before the first. `is_listed`: it is in the heap of `Line.level`. `listed_priority` is its valid
     entry in the heap of `Line.next_tenant`. `elsewhere` has the last reports of other processes in
     which the tenant has requests, and `owed_elsewhere` the sum of their `owed_units`. `served` and
-    `period` are those of `TenantReport`.
+    `period` are those of `TenantReport`. `slack` is how much lower than elsewhere the counter may
+    be, because service is on its way.
     """
 
     id: uuid.UUID
@@ -127,6 +129,7 @@ class Tenant(Generic[Item]):
     owed_elsewhere: float = 0.0
     served: float = 0.0
     period: int = 0
+    slack: float = 0.0
 
     @property
     def first(self) -> Item:
@@ -186,7 +189,7 @@ class Line(Generic[Item]):
         self.output_tokens_mean: float | None = None  # of all tenants; None before the first
         self._last: Tenant[Item] | None = None  # served or left last
         self._swept_at = 1000  # number of known tenants at which idle ones are removed
-        # What was absorbed of the present period of each tenant, by process
+        # Absorbed service of the present period of each tenant, by process
         self._seen: dict[uuid.UUID, dict[int, tuple[int, float]]] = {}
         self._waiting_elsewhere: set[uuid.UUID] = set()  # processes in which requests wait
         self._floor = 0.0  # level of a line that others have left behind while it had no tenants
@@ -238,11 +241,13 @@ class Line(Generic[Item]):
         tenant = self._tenants.get(tenant_id.int)
         if tenant is None:
             tenant = self._add(tenant_id, weight)
-        if not (tenant.waiting or tenant.dispatched) and not tenant.is_queued:
+        if not (tenant.waiting or tenant.dispatched or (tenant.elsewhere and tenant.is_queued)):
             tenant.counter = max(tenant.counter, self.level())
         tenant.weight = weight
         if not tenant.is_listed:
-            self._list(tenant)
+            tenant.is_listed = True
+            self._listed_count += 1
+            heapq.heappush(self._queued, (tenant.counter, self._listed_count, tenant))
         # As `Tenant.rank`
         rank = tenant.counter + (tenant.owed_units + tenant.owed_elsewhere) / weight
         return tenant, max(rank, next(reversed(tenant.ranks.values()))) if tenant.ranks else rank
@@ -253,12 +258,6 @@ class Line(Generic[Item]):
         tenant = Tenant[Item](tenant_id, weight, period=self._period_count)
         self._tenants[tenant_id.int] = tenant
         return tenant
-
-    def _list(self, tenant: Tenant[Item]) -> None:
-        """Add a tenant to the heap of `level`."""
-        tenant.is_listed = True
-        self._listed_count += 1
-        heapq.heappush(self._queued, (tenant.counter, self._listed_count, tenant))
 
     def join(self, item: Item, tenant_id: uuid.UUID, weight: float) -> Tenant[Item]:
         """Append a request to the waiting ones of its tenant. `weight` is as in `arrive`."""
@@ -423,14 +422,12 @@ class Line(Generic[Item]):
     def absorb(self, process_id: uuid.UUID, report: LineReport, *, is_new: bool) -> float:
         """Take over the report of another process; return the new service there, in units.
 
-        `is_new` says that the process was unknown, or silent for too long: what it served since its
-        last report is not charged to anyone, or tenants would wait until it is made up for.
+        `is_new` says that the process was unknown, or silent for too long. Its service since its
+        last report is then not charged: its tenants would wait until others have caught up.
         """
         gap = report.level - self.level()
         if is_new and gap > 0:
-            for tenant in self._tenants.values():
-                tenant.counter += gap
-            self._floor += gap
+            self.rise(gap)
         offset = max(-gap, 0.0) if is_new else 0.0
         self._floor = max(self._floor, report.level + offset)
         seen, units = self._seen.get(process_id, {}), 0.0
@@ -455,11 +452,20 @@ class Line(Generic[Item]):
                 tenant.counter = max(tenant.counter, each.counter + offset)
             else:
                 tenant.counter += weighted
+                # Service in the last two reports of each process: some may not have arrived here.
+                tenant.slack += weighted - tenant.slack / (2 * len(self._seen))
+                tenant.counter = max(tenant.counter, each.counter - tenant.slack)
             if each.waiting_count or each.dispatched_count or each.owed_units:
                 tenant.elsewhere[process_id] = each
             before.append(tenant)
         self._settle(before)
         return units
+
+    def rise(self, units: float) -> None:
+        """Raise the level, and the counters of all tenants with it."""
+        for tenant in self._tenants.values():
+            tenant.counter += units
+        self._floor += units
 
     def forget(self, process_id: uuid.UUID) -> None:
         """Drop the requests of a process that has ended or is silent; its service stays charged."""
@@ -477,7 +483,9 @@ class Line(Generic[Item]):
             if tenant.waiting:
                 self._note_priority(tenant)
             if not tenant.is_listed and tenant.is_queued:
-                self._list(tenant)
+                tenant.is_listed = True
+                self._listed_count += 1
+                heapq.heappush(self._queued, (tenant.counter, self._listed_count, tenant))
 
     def _forget_idle(self) -> None:
         """Remove idle tenants that would start at the common level anyway, to bound memory."""

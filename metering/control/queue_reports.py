@@ -22,7 +22,7 @@ from metering.store.db import (
 from metering.store.refusals import AWAY
 
 LOST = (*AWAY, OSError)
-ANSWER_TIMEOUT_S = 0.5  # a statement takes a millisecond; a late report is as good as none
+ANSWER_TIMEOUT_S = 1.0  # a statement takes a millisecond; a later report is as good as none
 CONNECT_TIMEOUT_S = 2  # the minimum of libpq
 FORGET_OLD = "DELETE FROM queue_reports WHERE written_at < clock_timestamp() - interval '1 minute'"
 EXCHANGE = """

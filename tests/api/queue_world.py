@@ -163,7 +163,7 @@ class World:
         """Let a process exchange reports, as the task of `QueueExchange` does."""
         process = self.processes[index]
         if process.is_cut_off:
-            process.exchange.expire()
+            process.exchange.cut_off()
         elif not process.is_paused:
             process.report, process.written_at = process.exchange.report(), self.now
             rows = [

@@ -11,8 +11,9 @@ import psycopg
 import pytest
 
 from api.core.settings import QueueSettings
+from api.generation.request.queue_exchange import QueueExchange
 from api.queue import exchange
-from api.queue.exchange import Exchange, QueueExchange
+from api.queue.exchange import Exchange
 from api.queue.fair_queue import FairQueue, QueueEntry
 from inference.engine import EngineStatistics
 from metering.control.queue_reports import QueueReportRow

@@ -74,7 +74,7 @@ def cut_off(world: World, index: int) -> None:
 
 def unfairness(seed: int, *, exchanges: bool = True) -> float:
     """Return the greatest difference of weighted service between tenants that always wait, as a
-    share of what may differ.
+    share of the bound.
 
     While reports are on their way, the others are wrong about a process by at most what the engine
     serves in two intervals, and once more for each process that ends or is cut off.
@@ -219,7 +219,7 @@ def test_a_paused_process_rejoins_without_a_burst() -> None:
     assert served["b"] / served["a"] == pytest.approx(1.0, abs=0.08)
 
 
-def test_places_and_promised_waits_are_those_of_all_processes() -> None:
+def test_queue_bounds_and_retry_after_hold_for_all_processes() -> None:
     """200 clients through all processes for 60 places: those that return as told are served."""
     limits = QueueSettings(requests_max=60, requests_per_tenant_max=60)
     world = World(limits, EngineModel(running_max=16), process_count=PROCESSES)

@@ -1,0 +1,71 @@
+"""Task that exchanges reports of this process's queues with other processes, through PostgreSQL.
+
+While a process has requests for engines that others use too, it writes its reports and reads those
+of the others, in one statement in the background. A process without such requests, or without
+other processes, writes nothing. No request ever waits for an exchange.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping
+
+from api.queue.exchange import ALONE_INTERVAL_S, INTERVAL_S, SILENT_S, Exchange
+from api.queue.fair_queue import FairQueue
+from common.backoff import Backoff
+from metering.control.queue_reports import LOST, QueueReports
+
+RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 1.0
+
+
+class QueueExchange:
+    """Task that exchanges reports through PostgreSQL while there is something to report."""
+
+    def __init__(self, database_url: str, process_id: uuid.UUID) -> None:
+        """Exchange nothing before `become`."""
+        self._exchange = Exchange({}, process_id)
+        self._reports = QueueReports(database_url, process_id)
+        self._work = asyncio.Event()
+        self._process_count = 1
+
+    def become(self, queues: Mapping[str, FairQueue]) -> None:
+        """Exchange reports of these queues, by pool, from now on."""
+        self._exchange.become(queues)
+        for queue in queues.values():
+            queue.on_live = self._note_work
+        self._note_work()
+
+    def note_processes(self, process_count: int) -> None:
+        """Record how many api processes the database knows, this one included."""
+        self._process_count = process_count
+        self._note_work()
+
+    def _note_work(self) -> None:
+        if self._process_count > 1:
+            self._work.set()
+
+    async def run(self) -> None:
+        """Exchange reports until cancelled. Never raises for an unavailable database."""
+        backoff = Backoff(RECONNECT_MIN_S, RECONNECT_MAX_S)
+        try:
+            while True:
+                if self._process_count < 2 or not self._exchange.has_work:
+                    self._work.clear()
+                    self._exchange.expire(0.0)  # reports would grow old while nothing is read
+                    await self._work.wait()
+                    continue
+                try:
+                    rows = await self._reports.exchange(
+                        sorted(self._exchange.queues), self._exchange.report(), SILENT_S
+                    )
+                except LOST:
+                    self._exchange.cut_off()
+                    await asyncio.sleep(backoff.next_s())
+                    continue
+                backoff.reset()
+                for _ in self._exchange.take(rows):
+                    await asyncio.sleep(0)
+                await asyncio.sleep(INTERVAL_S if rows else ALONE_INTERVAL_S)
+        finally:
+            await self._reports.close()
