@@ -334,6 +334,7 @@ class Server:
         self.background.append(self.tasks.create_task(self.holds.run(), name="holds"))
         self._keep_running("control channel", self.control.run)
         self._keep_running("fleet changes", self.fleet.run)
+        self._keep_running("target names", self.fleet.follow_names)
         self._keep_running("usage notices", self.notices.run)
         self._keep_running("key uses", self.uses.run)
         self._keep_running("recovery", self.recover_regularly)

@@ -10,7 +10,6 @@ import sys
 from collections.abc import (
     Callable,
     Collection,
-    Hashable,
     Iterable,
     Iterator,
     Mapping,
@@ -20,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -38,6 +38,7 @@ from api.fleet.fleet_file import (
     FleetVersion,
     read_fleet,
 )
+from api.fleet.target_names import Addresses
 from common.gpus import GpusUnknown, read_gpus, visible_gpus
 from common.settings import SettingInvalid
 from inference.adapters.remote_settings import (
@@ -88,6 +89,7 @@ ADAPTER_MARK = ":"  # between the names of a model and its adapter
 # Seconds for a tokenizer of some 10 MB; a server that loads its model does not answer.
 FETCH_TIMEOUT_S = 30.0
 CPU_KV_CACHE_BYTES = 1 << 30
+NO_ADDRESSES: Addresses = MappingProxyType({})
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048  # a GPU's products need more rows
 
 
@@ -343,18 +345,32 @@ def fetched_directory(
     return directory
 
 
+Place = tuple[FleetTarget, str] | int  # server and its address, or number of a local replica
+
+
+def places_of(version: FleetVersion, addresses: Addresses) -> list[Place]:
+    """List the places of a version's replicas; a name with several addresses has several."""
+    if not version.targets:
+        return list(range(version.replica_count_max))
+    return [
+        (target, address)
+        for target in version.targets
+        for address in addresses.get(target.address) or ("",)
+    ]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PartTerms:
     """Version of a model for this process: what its set of replicas follows.
 
-    `members` has its replicas by their place in the fleet: a target, or the number of a local one.
-    `is_plain` is True if the fleet comes from `WEIR_MODELS` and the like.
+    `members` has its replicas by place. `is_plain` is True if the fleet comes from `WEIR_MODELS`
+    and the like.
     """
 
     served: str
     model: FleetModel
     version: FleetVersion
-    members: Mapping[Hashable, Replica | EncoderReplica]
+    members: Mapping[Place, Replica | EncoderReplica]
     idle_timeout_s: float
     is_plain: bool
 
@@ -367,7 +383,17 @@ class PartTerms:
     @property
     def recovery_wait_s(self) -> float:
         """Wait of a sequence for another replica: none if the model can have no other."""
-        return 0.0 if is_lone(self.version, is_plain=self.is_plain) else self.model.recovery_wait_s
+        return 0.0 if self.is_lone else self.model.recovery_wait_s
+
+    @property
+    def is_lone(self) -> bool:
+        """True if the model has one replica, whose failures need no circuit breaker."""
+        return self.is_plain and len(self.members) == 1
+
+    @property
+    def breaker_limits(self) -> BreakerLimits:
+        """Limits of the circuit breakers of its replicas."""
+        return BreakerLimits(failure_count_max=sys.maxsize) if self.is_lone else BreakerLimits()
 
     @property
     def policy(self) -> type[PlacementPolicy]:
@@ -406,9 +432,8 @@ class Part:
         if isinstance(backend, EncoderSet):
             backend.become(terms.encoders, terms.warm_count)
             return
-        limits = breaker_limits(terms.version, is_plain=terms.is_plain)
         for replica in terms.replicas:
-            replica.limit(limits)
+            replica.limit(terms.breaker_limits)
         if isinstance(backend, ScaledReplicaSet):
             backend.scaler.min_count = terms.version.replica_count_min
             backend.scaler.idle_timeout_s = terms.idle_timeout_s
@@ -488,18 +513,6 @@ def fleet_of_settings(settings: Settings) -> tuple[Fleet, bool]:
     if settings.models.fleet_file:
         return fleet_of_file(settings), False
     return fleet_of_models(settings), True
-
-
-def is_lone(version: FleetVersion, *, is_plain: bool) -> bool:
-    """Return whether the model has one replica: its failures need no circuit breaker."""
-    return is_plain and max(len(version.targets), version.replica_count_max) == 1
-
-
-def breaker_limits(version: FleetVersion, *, is_plain: bool) -> BreakerLimits:
-    """Choose the limits of the circuit breakers of a version's replicas."""
-    if is_lone(version, is_plain=is_plain):
-        return BreakerLimits(failure_count_max=sys.maxsize)
-    return BreakerLimits()
 
 
 def runs_on(before: PartTerms, after: PartTerms) -> bool:
@@ -735,11 +748,17 @@ class FleetBuilder:
         self._opener = opener
 
     def build(
-        self, fleet: Fleet, running: Serving | None = None, *, is_plain: bool = False
+        self,
+        fleet: Fleet,
+        running: Serving | None = None,
+        addresses: Addresses = NO_ADDRESSES,
+        *,
+        is_plain: bool = False,
     ) -> Serving:
         """Build what a fleet needs beside what `running` has of it. Starts and changes nothing.
 
-        Can run in a thread. Raises: CheckpointInvalid, SettingInvalid.
+        `addresses` are those of targets with several. Can run in a thread. Raises:
+        CheckpointInvalid, SettingInvalid.
         """
         settings = self._settings
         check_region(settings, fleet)
@@ -759,7 +778,7 @@ class FleetBuilder:
                     served, model, version, {}, self._idle_timeout_s(version), is_plain
                 )
                 before = running.parts.get(served) if running is not None else None
-                parts[served] = self._part(terms, before)
+                parts[served] = self._part(terms, before, places_of(version, addresses))
                 share = Share(version.version, served, version.weight)
                 shares.setdefault(model.name, []).append(share)
         catalog = Catalog(shares, fleet.aliases, fleet.regions, settings.models.region)
@@ -808,22 +827,26 @@ class FleetBuilder:
             remedy = f"allow at least {error.needed_bytes:,}, or lower WEIR_KV_CACHE_BYTES"
             raise SettingInvalid(f"{setting}: {error}; {remedy}") from error
 
-    def _part(self, terms: PartTerms, before: Part | None) -> Part:
+    def _part(self, terms: PartTerms, before: Part | None, places: Sequence[Place]) -> Part:
         """Build the part of a version, with the replicas of `before` that it can keep."""
         version, served = terms.version, terms.served
         if before is not None and not runs_on(before.terms, terms):
             before = None
-        limits = breaker_limits(version, is_plain=terms.is_plain)
         present = before.terms.members if before is not None else {}
-        members: dict[Hashable, Replica | EncoderReplica] = {}
-        for target in version.targets:
-            members[target] = present.get(target) or self._remote(version, served, target, limits)
-        if not version.targets:
-            missing = range(len(present), version.replica_count_max)
-            build = self._local(version, served, limits) if missing else present.__getitem__
-            for index in range(version.replica_count_max):
-                members[index] = present.get(index) or build(index)
+        build_local = None
+        members: dict[Place, Replica | EncoderReplica] = {}
+        for place in places:
+            if place in present:
+                members[place] = present[place]
+            elif isinstance(place, int):
+                build_local = build_local or self._local(version, served)
+                members[place] = build_local(place)
+            else:
+                members[place] = self._remote(version, served, *place)
         terms = replace(terms, members=members)
+        if before is None:
+            for replica in terms.replicas:
+                replica.limit(terms.breaker_limits)
         return Part(terms, before.backend if before is not None else built_set(terms))
 
     def _idle_timeout_s(self, version: FleetVersion) -> float:
@@ -845,11 +868,18 @@ class FleetBuilder:
         )
 
     def _remote(
-        self, version: FleetVersion, served: str, target: FleetTarget, limits: BreakerLimits
+        self, version: FleetVersion, served: str, target: FleetTarget, address: str
     ) -> Replica | EncoderReplica:
-        """Build the replica of a server. It stays connected, since connections cost little."""
+        """Build the replica of a server. It stays connected, since connections cost little.
+
+        `address` is one of several that the target's name has; empty if it has one.
+        """
         settings = self._settings
         options = remote_settings(settings, served, target, version.directory)
+        name = target.address
+        if address:
+            found = replace(options.target, address=address, name=options.target.address)
+            options, name = replace(options, target=found), f"{name}#{address.rpartition(':')[0]}"
         # Imported late: the package was checked above.
         if version.engine in ENCODERS:
             if options.target.service.is_http:
@@ -859,16 +889,16 @@ class FleetBuilder:
                 )
             from inference.adapters.remote_encoder import RemoteEncoder
 
-            return EncoderReplica(target.address, RemoteEncoder(options))
+            return EncoderReplica(name, RemoteEncoder(options))
         from inference.adapters.remote_engine import RemoteEngine
 
         if version.share_prefixes:
             options = replace(options, share_prefixes=True)
         region = target.region or settings.models.region
-        return Replica(target.address, RemoteEngine(options), region, limits)
+        return Replica(name, RemoteEngine(options), region)
 
     def _local(
-        self, version: FleetVersion, served: str, limits: BreakerLimits
+        self, version: FleetVersion, served: str
     ) -> Callable[[int], Replica | EncoderReplica]:
         """Return a function that builds the replica of a number.
 
@@ -899,6 +929,6 @@ class FleetBuilder:
             terms = replace(terms, place=partial(assign_gpus, environment))
             managed = ManagedEngine(partial(plan.build, environment), terms, self.budget)
             region = version.region or settings.models.region
-            return Replica(f"{served}#{index}", managed, region, limits)
+            return Replica(f"{served}#{index}", managed, region)
 
         return engine
