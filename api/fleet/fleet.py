@@ -345,11 +345,11 @@ def fetched_directory(
     return directory
 
 
-Place = tuple[FleetTarget, str] | int  # server and its address, or number of a local replica
+Location = tuple[FleetTarget, str] | int  # server and its address, or number of a local replica
 
 
-def places_of(version: FleetVersion, addresses: Addresses) -> list[Place]:
-    """List the places of a version's replicas; a name with several addresses has several."""
+def locations_of(version: FleetVersion, addresses: Addresses) -> list[Location]:
+    """List the locations of a version's replicas; a name with several addresses has several."""
     if not version.targets:
         return list(range(version.replica_count_max))
     return [
@@ -363,14 +363,14 @@ def places_of(version: FleetVersion, addresses: Addresses) -> list[Place]:
 class PartTerms:
     """Version of a model for this process: what its set of replicas follows.
 
-    `members` has its replicas by place. `is_plain` is True if the fleet comes from `WEIR_MODELS`
+    `members` has its replicas by location. `is_plain` is True if the fleet comes from `WEIR_MODELS`
     and the like.
     """
 
     served: str
     model: FleetModel
     version: FleetVersion
-    members: Mapping[Place, Replica | EncoderReplica]
+    members: Mapping[Location, Replica | EncoderReplica]
     idle_timeout_s: float
     is_plain: bool
 
@@ -443,7 +443,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Serving:
-    """What a process serves: the parts of its fleet by served name.
+    """Models and engines of a process: the parts of its fleet by served name.
 
     `engines` generate, `encoders` embed, by served name. `catalog` lists the names that clients can
     request, `tokenizers` has that of each served name. `budget` is what all engines may take.
@@ -778,7 +778,7 @@ class FleetBuilder:
                     served, model, version, {}, self._idle_timeout_s(version), is_plain
                 )
                 before = running.parts.get(served) if running is not None else None
-                parts[served] = self._part(terms, before, places_of(version, addresses))
+                parts[served] = self._part(terms, before, locations_of(version, addresses))
                 share = Share(version.version, served, version.weight)
                 shares.setdefault(model.name, []).append(share)
         catalog = Catalog(shares, fleet.aliases, fleet.regions, settings.models.region)
@@ -827,22 +827,22 @@ class FleetBuilder:
             remedy = f"allow at least {error.needed_bytes:,}, or lower WEIR_KV_CACHE_BYTES"
             raise SettingInvalid(f"{setting}: {error}; {remedy}") from error
 
-    def _part(self, terms: PartTerms, before: Part | None, places: Sequence[Place]) -> Part:
+    def _part(self, terms: PartTerms, before: Part | None, locations: Sequence[Location]) -> Part:
         """Build the part of a version, with the replicas of `before` that it can keep."""
         version, served = terms.version, terms.served
         if before is not None and not runs_on(before.terms, terms):
             before = None
         present = before.terms.members if before is not None else {}
         build_local = None
-        members: dict[Place, Replica | EncoderReplica] = {}
-        for place in places:
-            if place in present:
-                members[place] = present[place]
-            elif isinstance(place, int):
+        members: dict[Location, Replica | EncoderReplica] = {}
+        for location in locations:
+            if location in present:
+                members[location] = present[location]
+            elif isinstance(location, int):
                 build_local = build_local or self._local(version, served)
-                members[place] = build_local(place)
+                members[location] = build_local(location)
             else:
-                members[place] = self._remote(version, served, *place)
+                members[location] = self._remote(version, served, *location)
         terms = replace(terms, members=members)
         if before is None:
             for replica in terms.replicas:

@@ -3,9 +3,9 @@
 A change is prepared beside what runs, then installed in one turn of the event loop, so a request is
 routed by the fleet before it or by the fleet after it. Replicas that both have go on as they are. A
 version whose engine settings differ gets new engines, which are loaded before the old ones lose
-their requests if memory allows. What left takes no new requests, ends those that it has, and is
-closed. A fleet that this process cannot build or start is reported, tried again, and changes
-nothing.
+their requests if memory allows. Backends that left take no new requests, end those that they have,
+and are closed. A fleet that this process cannot build or start is reported, tried again, and
+changes nothing.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class TargetNames:
         """Look up all names of a fleet; return whether an answer differs from the last one."""
         versions = [version for model in fleet.models for version in model.versions]
         targets = {target.address for version in versions for target in version.targets}
-        names = [(each, found) for each in sorted(targets) if (found := followed_name(each))]
+        names = [(each, name) for each in sorted(targets) if (name := followed_name(each))]
         async with asyncio.TaskGroup() as tasks:
             answers = [
                 (address, tasks.create_task(self._answer(address, target), name="target name"))

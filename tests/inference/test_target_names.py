@@ -32,10 +32,10 @@ class Dns:
 
     def __init__(self, **answers: list[str]) -> None:
         self.answers = answers
-        self.asked: list[str] = []
+        self.queries: list[str] = []
 
     def __call__(self, host: str, port: int) -> list[str]:
-        self.asked.append(host)
+        self.queries.append(host)
         if host not in self.answers:
             raise OSError(f"{host} is unknown")
         return self.answers[host]
@@ -60,7 +60,7 @@ async def test_only_names_of_grpc_servers_are_looked_up() -> None:
 
     assert await names.poll(fleet_of("trtllm://a.test:5", *literal))
 
-    assert dns.asked == ["a.test"]
+    assert dns.queries == ["a.test"]
     assert names.addresses == {"trtllm://a.test:5": ("10.0.0.2:5", "10.0.0.1:5")}
     assert not await names.poll(fleet_of("trtllm://a.test:5")), "nothing has changed"
 
