@@ -81,6 +81,7 @@ class RunningFleet:
         self._is_none_stored = False
         self._changed = asyncio.Event()
         self.names = TargetNames()
+        self._preparing: Collection[Part] = ()  # new parts, before they are installed
         self._leaving: set[Part] = set()
         self._changing = asyncio.Lock()  # held while the fleet or an address changes
         self._is_closing = False
@@ -163,7 +164,7 @@ class RunningFleet:
         """Close all engines, those that are about to leave included."""
         self._is_closing = True
         self.names.close()
-        for part in (*self.serving.parts.values(), *self._leaving):
+        for part in (*self.serving.parts.values(), *self._preparing, *self._leaving):
             await part.backend.close()
 
     async def _store_file(self) -> None:
@@ -192,6 +193,9 @@ class RunningFleet:
             await self.names.poll(fleet)
             serving = await self._built(fleet)
             fresh = [each for name, each in serving.parts.items() if self._is_new(name, each)]
+            if self._is_closing:
+                return
+            self._preparing = fresh
             replacing = [part for part in fresh if part.terms.served in self.serving.parts]
             loaded = await self._load(replacing)
         except Superseded:
@@ -203,7 +207,9 @@ class RunningFleet:
             await self._discard(fresh)
             self._report(stored, f"unexpected error, incident {self._retries.failed(error)}")
         else:
-            self._install(stored.number, serving, fresh, loaded)
+            if not self._is_closing:
+                self._install(stored.number, serving, fresh, loaded)
+                self._preparing = ()
 
     async def _built(self, fleet: Fleet, *, is_plain: bool = False) -> Serving:
         """Build what a fleet needs beside what runs."""
@@ -218,7 +224,8 @@ class RunningFleet:
         except NOT_BUILT_BY as error:
             log.error("target_addresses_not_served", cause=str(error))
             return
-        self._install(self._number, serving, ())
+        if not self._is_closing:
+            self._install(self._number, serving, ())
 
     def _report(self, stored: StoredFleet, fault: str) -> None:
         if fault != self._fault:
@@ -274,6 +281,7 @@ class RunningFleet:
         """Close engines that were prepared and will not be used."""
         for part in fresh:
             await part.backend.close()
+        self._preparing = ()
 
     def _install(
         self,
@@ -376,6 +384,7 @@ def check_key_files(fleet: Fleet, known: Collection[Path], folder: Path) -> None
     Otherwise an administrator could send any file of the machine to a server. Raises:
     SettingInvalid.
     """
+    folder = folder.resolve()
     for path in key_files(fleet):
         if path is not None and path not in known and folder not in path.resolve().parents:
             raise SettingInvalid(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from api.core.settings import bundled_models
 from api.fleet import running_fleet
 from api.fleet.fleet import FleetBuilder, Part, Serving
 from api.fleet.fleet_file import parse_document
+from api.fleet.running_fleet import RunningFleet
 from inference.adapters.remote_engine import RemoteEngine
 from inference.routing.encoder_set import EncoderSet
 from inference.routing.on_demand import ManagedEngine
@@ -27,6 +28,7 @@ from tests.calls import Calls, calls
 from tests.conftest import new_database
 from tests.service import (
     MODEL,
+    PATIENCE_S,
     Inside,
     Service,
     Stream,
@@ -274,6 +276,38 @@ async def test_many_changes_leave_no_engine_task_or_channel(inside: Inside, admi
     await asyncio.sleep(0.5)  # cancelled tasks end
     gc.collect()
     assert leftovers() == before
+
+
+async def test_a_process_stops_while_a_replacement_is_being_loaded(
+    tmp_path: Path, postgres_server: str, template_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading = asyncio.Event()
+
+    async def load(fleet: RunningFleet, replacing: Sequence[Part]) -> Sequence[Part]:
+        if not replacing:
+            return ()
+        for part in replacing:
+            fleet._serve(part)
+        loading.set()
+        await asyncio.Event().wait()
+        return replacing
+
+    monkeypatch.setattr(RunningFleet, "_load", load)
+    for name in ("one", "two"):
+        make_model(tmp_path / name)
+    (tmp_path / "fleet.yaml").write_text(f"models: {{{MODEL}: {{directory: one}}}}")
+    usual: Values = {"models": bundled_models(), "fleet": str(tmp_path / "fleet.yaml")}
+    with new_database(postgres_server, template=template_database) as url:
+        service = Service(tmp_path / "home", url, tmp_path / "one", **usual)
+        async with asyncio.timeout(PATIENCE_S), run_inside(service, monkeypatch) as inside:
+            tenant = await service.tenant(scopes=("admin",))
+            await until(lambda: inside.fleet.state[0] == 1, "the file to be stored")
+            async with calls(service, tenant.secret) as admin:
+                document = f"models: {{{MODEL}: {{directory: {tmp_path / 'two'}}}}}"
+                await admin("ApplyFleet", document=document)
+                await loading.wait()
+
+    assert inside.fleet.state[0] == 1
 
 
 async def change(inside: Inside, document: str) -> None:
