@@ -367,6 +367,7 @@ class Server:
         self._keep_running("launching", self.launching.run)
         self._keep_running("queue exchange", self.exchange.run)
         self._keep_running("fleet changes", self.fleet.run)
+        self._keep_running("target names", self.fleet.follow_names)
         self._keep_running("usage notices", self.notices.run)
         self._keep_running("key uses", self.uses.run)
         self._keep_running("recovery", self.recover_regularly)

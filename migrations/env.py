@@ -26,7 +26,7 @@ from metering.store.migrations_runner import MIGRATION_LOCK_ID
 UNMAPPED = """
 adjustment_decisions adjustments admin_requests alert_scans audit_retentions billing_months
 billing_profiles cancel_commands credit_applications credit_grants document_series export_progress
-invoice_letterheads invoice_lines launched_replicas
+fleet_versions invoice_letterheads invoice_lines launched_replicas
 invoices issued_documents ledger_accounts ledger_entries ledger_transactions live_reports
 meter_batches month_closings plan_assignments plan_versions queue_reports queue_weights
 quota_checkpoints receipt_batches

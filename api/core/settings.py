@@ -347,7 +347,8 @@ class ModelSettings:
     # File with rules that prompts and outputs are checked by. Unset: nothing is checked.
     safety_rules: str = setting("WEIR_SAFETY_RULES", "", str)
     # File with your models, replicas, aliases and regions, instead of WEIR_MODELS
-    # (`docs/reference/fleet.md`).
+    # (`docs/reference/fleet.md`). The first process stores it as a version of the fleet, and the
+    # newest version counts from then on: `weir fleet`.
     fleet_file: str = setting("WEIR_FLEET", "", str)
     # Region of this process, one of the fleet file. Requests that name no region run here if they
     # can.

@@ -10,7 +10,6 @@ import sys
 from collections.abc import (
     Callable,
     Collection,
-    Hashable,
     Iterable,
     Iterator,
     Mapping,
@@ -20,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
@@ -39,6 +39,7 @@ from api.fleet.fleet_file import (
 )
 from api.fleet.launcher_reader import FleetLauncher
 from api.fleet.launching import LaunchedVersion
+from api.fleet.target_names import Addresses
 from common.gpus import GpusUnknown, read_gpus, visible_gpus
 from common.settings import SettingInvalid
 from inference.adapters.launched_place import Place
@@ -92,6 +93,7 @@ ADAPTER_MARK = ":"  # between the names of a model and its adapter
 # Seconds for a tokenizer of some 10 MB; a server that loads its model does not answer.
 FETCH_TIMEOUT_S = 30.0
 CPU_KV_CACHE_BYTES = 1 << 30
+NO_ADDRESSES: Addresses = MappingProxyType({})
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048  # a GPU's products need more rows
 
 
@@ -365,19 +367,32 @@ def fetched_directory(
     return directory
 
 
+Location = tuple[FleetTarget, str] | int  # server and its address, or number of a local replica
+
+
+def locations_of(version: FleetVersion, addresses: Addresses) -> list[Location]:
+    """List the locations of a version's replicas; a name with several addresses has several."""
+    if not version.targets:
+        return list(range(version.replica_count_max))
+    return [
+        (target, address)
+        for target in version.targets
+        for address in addresses.get(target.address) or ("",)
+    ]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PartTerms:
     """Version of a model for this process: what its set of replicas follows.
 
-    `members` has its replicas by their place in the fleet: a target, or the number of a local one.
-    `launched` are those of its servers that a launcher starts; None if none does. `is_plain` is
-    True if the fleet comes from `WEIR_MODELS` and the like.
+    `members` has its replicas by location. `launched` are those whose servers a launcher starts;
+    None if none does. `is_plain` is True if the fleet comes from `WEIR_MODELS` and the like.
     """
 
     served: str
     model: FleetModel
     version: FleetVersion
-    members: Mapping[Hashable, Replica | EncoderReplica]
+    members: Mapping[Location, Replica | EncoderReplica]
     idle_timeout_s: float
     is_plain: bool
     launched: LaunchedVersion | None = None
@@ -390,7 +405,17 @@ class PartTerms:
     @property
     def recovery_wait_s(self) -> float:
         """Wait of a sequence for another replica: none if the model can have no other."""
-        return 0.0 if is_lone(self.version, is_plain=self.is_plain) else self.model.recovery_wait_s
+        return 0.0 if self.is_lone else self.model.recovery_wait_s
+
+    @property
+    def is_lone(self) -> bool:
+        """True if the model has one replica, whose failures need no circuit breaker."""
+        return self.is_plain and len(self.members) == 1
+
+    @property
+    def breaker_limits(self) -> BreakerLimits:
+        """Limits of the circuit breakers of its replicas."""
+        return BreakerLimits(failure_count_max=sys.maxsize) if self.is_lone else BreakerLimits()
 
     @property
     def policy(self) -> type[PlacementPolicy]:
@@ -429,9 +454,8 @@ class Part:
         if isinstance(backend, EncoderSet):
             backend.become(terms.encoders, terms.warm_count)
             return
-        limits = breaker_limits(terms.version, is_plain=terms.is_plain)
         for replica in terms.replicas:
-            replica.limit(limits)
+            replica.limit(terms.breaker_limits)
         if isinstance(backend, ScaledReplicaSet):
             backend.scaler.min_count = terms.version.replica_count_min
             backend.scaler.idle_timeout_s = terms.idle_timeout_s
@@ -441,7 +465,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Serving:
-    """What a process serves: the parts of its fleet by served name.
+    """Models and engines of a process: the parts of its fleet by served name.
 
     `engines` generate, `encoders` embed, by served name. `catalog` lists the names that clients can
     request, `tokenizers` has that of each served name. `budget` is what all engines may take.
@@ -517,18 +541,6 @@ def fleet_of_settings(settings: Settings) -> tuple[Fleet, bool]:
     if settings.models.fleet_file:
         return fleet_of_file(settings), False
     return fleet_of_models(settings), True
-
-
-def is_lone(version: FleetVersion, *, is_plain: bool) -> bool:
-    """Return whether the model has one replica: its failures need no circuit breaker."""
-    return is_plain and max(len(version.targets), version.replica_count_max) == 1
-
-
-def breaker_limits(version: FleetVersion, *, is_plain: bool) -> BreakerLimits:
-    """Choose the limits of the circuit breakers of a version's replicas."""
-    if is_lone(version, is_plain=is_plain):
-        return BreakerLimits(failure_count_max=sys.maxsize)
-    return BreakerLimits()
 
 
 def runs_on(before: PartTerms, after: PartTerms) -> bool:
@@ -779,11 +791,17 @@ class FleetBuilder:
         self._opener = opener
 
     def build(
-        self, fleet: Fleet, running: Serving | None = None, *, is_plain: bool = False
+        self,
+        fleet: Fleet,
+        running: Serving | None = None,
+        addresses: Addresses = NO_ADDRESSES,
+        *,
+        is_plain: bool = False,
     ) -> Serving:
         """Build what a fleet needs beside what `running` has of it. Starts and changes nothing.
 
-        Can run in a thread. Raises: CheckpointInvalid, SettingInvalid.
+        `addresses` are those of targets with several. Can run in a thread. Raises:
+        CheckpointInvalid, SettingInvalid.
         """
         settings = self._settings
         check_region(settings, fleet)
@@ -803,7 +821,7 @@ class FleetBuilder:
                     served, model, version, {}, self._idle_timeout_s(version), is_plain
                 )
                 before = running.parts.get(served) if running is not None else None
-                parts[served] = self._part(terms, before)
+                parts[served] = self._part(terms, before, locations_of(version, addresses))
                 share = Share(version.version, served, version.weight)
                 shares.setdefault(model.name, []).append(share)
         catalog = Catalog(shares, fleet.aliases, fleet.regions, settings.models.region)
@@ -852,7 +870,7 @@ class FleetBuilder:
             remedy = f"allow at least {error.needed_bytes:,}, or lower WEIR_KV_CACHE_BYTES"
             raise SettingInvalid(f"{setting}: {error}; {remedy}") from error
 
-    def _part(self, terms: PartTerms, before: Part | None) -> Part:
+    def _part(self, terms: PartTerms, before: Part | None, locations: Sequence[Location]) -> Part:
         """Build the part of a version, with the replicas of `before` that it can keep."""
         version, served = terms.version, terms.served
         if before is not None and not runs_on(before.terms, terms):
@@ -863,31 +881,25 @@ class FleetBuilder:
                 terms, launched=self._launched(version, version.launcher, served, earlier)
             )
         present = before.terms.members if before is not None else {}
-        terms = replace(terms, members=dict(self._members(terms, present)))
+        build_local = None
+        members: dict[Location, Replica | EncoderReplica] = {}
+        for location in locations:
+            if location in present:
+                members[location] = present[location]
+            elif not isinstance(location, int):
+                members[location] = self._remote(version, served, *location)
+            elif terms.launched is not None:
+                _, engine = terms.launched.members[location]
+                region = version.region or self._settings.models.region
+                members[location] = Replica(f"{served}#{location}", engine, region)
+            else:
+                build_local = build_local or self._local(version, served)
+                members[location] = build_local(location)
+        terms = replace(terms, members=members)
+        if before is None:
+            for replica in terms.replicas:
+                replica.limit(terms.breaker_limits)
         return Part(terms, before.backend if before is not None else built_set(terms))
-
-    def _members(
-        self, terms: PartTerms, present: Mapping[Hashable, Replica | EncoderReplica]
-    ) -> Iterator[tuple[Hashable, Replica | EncoderReplica]]:
-        """Yield the replicas of a version by place: those that are present, and new ones."""
-        version, served = terms.version, terms.served
-        limits = breaker_limits(version, is_plain=terms.is_plain)
-        for target in version.targets:
-            yield target, present.get(target) or self._remote(version, served, target, limits)
-        if version.targets:
-            return
-        if terms.launched is not None:
-            region = version.region or self._settings.models.region
-            for place, engine in terms.launched.members:
-                name = f"{served}#{place.number}"
-                found = present.get(place.number) or Replica(name, engine, region, limits)
-                yield place.number, found
-            return
-        build = None
-        for number in range(version.replica_count_max):
-            if number not in present and build is None:
-                build = self._local(version, served, limits)
-            yield number, present[number] if build is None else build(number)
 
     def _idle_timeout_s(self, version: FleetVersion) -> float:
         return (
@@ -943,11 +955,18 @@ class FleetBuilder:
         )
 
     def _remote(
-        self, version: FleetVersion, served: str, target: FleetTarget, limits: BreakerLimits
+        self, version: FleetVersion, served: str, target: FleetTarget, address: str
     ) -> Replica | EncoderReplica:
-        """Build the replica of a server. It stays connected, since connections cost little."""
+        """Build the replica of a server. It stays connected, since connections cost little.
+
+        `address` is one of several that the target's name has; empty if it has one.
+        """
         settings = self._settings
         options = remote_settings(settings, served, target, version.directory)
+        name = target.address
+        if address:
+            found = replace(options.target, address=address, name=options.target.address)
+            options, name = replace(options, target=found), f"{name}#{address.rpartition(':')[0]}"
         # Imported late: the package was checked above.
         if version.engine in ENCODERS:
             if options.target.service.is_http:
@@ -957,16 +976,16 @@ class FleetBuilder:
                 )
             from inference.adapters.remote_encoder import RemoteEncoder
 
-            return EncoderReplica(target.address, RemoteEncoder(options))
+            return EncoderReplica(name, RemoteEncoder(options))
         from inference.adapters.remote_engine import RemoteEngine
 
         if version.share_prefixes:
             options = replace(options, share_prefixes=True)
         region = target.region or settings.models.region
-        return Replica(target.address, RemoteEngine(options), region, limits)
+        return Replica(name, RemoteEngine(options), region)
 
     def _local(
-        self, version: FleetVersion, served: str, limits: BreakerLimits
+        self, version: FleetVersion, served: str
     ) -> Callable[[int], Replica | EncoderReplica]:
         """Return a function that builds the replica of a number.
 
@@ -1001,6 +1020,6 @@ class FleetBuilder:
             build = partial(plan.build, environment, shared.opener)
             managed = ManagedEngine(build, terms, self.budget)
             region = version.region or settings.models.region
-            return Replica(f"{served}#{index}", managed, region, limits)
+            return Replica(f"{served}#{index}", managed, region)
 
         return engine

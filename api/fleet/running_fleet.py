@@ -3,15 +3,17 @@
 A change is prepared beside what runs, then installed in one turn of the event loop, so a request is
 routed by the fleet before it or by the fleet after it. Replicas that both have go on as they are. A
 version whose engine settings differ gets new engines, which are loaded before the old ones lose
-their requests if memory allows. What left takes no new requests, ends those that it has, and is
-closed. A fleet that this process cannot build or start is reported, tried again, and changes
-nothing.
+their requests if memory allows. Backends that left take no new requests, end those that they have,
+and are closed. A fleet that this process cannot build or start is reported, tried again, and
+changes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +24,7 @@ from api.fleet.fleet import FleetBuilder, Part, Serving, fleet_of_settings
 from api.fleet.fleet_document import document_of
 from api.fleet.fleet_file import Fleet, FleetInvalid, parse_document
 from api.fleet.launching import Launching
+from api.fleet.target_names import INTERVAL_S, TargetNames
 from common.incidents import Retries
 from common.settings import SettingInvalid
 from inference.engine import Backend, EngineState
@@ -79,7 +82,10 @@ class RunningFleet:
         self._newest = stored  # the last version that is known
         self._is_none_stored = False
         self._changed = asyncio.Event()
+        self.names = TargetNames()
+        self._preparing: Collection[Part] = ()  # new parts, before they are installed
         self._leaving: set[Part] = set()
+        self._changing = asyncio.Lock()  # held while the fleet or an address changes
         self._is_closing = False
         self._retries = Retries("fleet")
         if stored is None:
@@ -127,16 +133,24 @@ class RunningFleet:
     async def run(self) -> None:
         """Follow the stored versions until cancelled."""
         while True:
-            try:
-                async with asyncio.timeout(RETRY_S if self._fault else None):
+            retry_s = RETRY_S if self._fault else None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(retry_s):
                     await self._changed.wait()
-            except TimeoutError:
-                pass
             self._changed.clear()
             if self._is_none_stored:
                 await self._store_file()
-            if self._newest is not None and self._newest.number > self._number:
-                await self._change_to(self._newest)
+            async with self._changing:
+                if self._newest is not None and self._newest.number > self._number:
+                    await self._change_to(self._newest)
+
+    async def follow_names(self) -> None:
+        """Follow the addresses of the targets' names until cancelled."""
+        while True:
+            async with self._changing:
+                if await self.names.poll(self.serving.fleet):
+                    await self._change_addresses()
+            await asyncio.sleep(INTERVAL_S)
 
     async def settings_fleet(self) -> Fleet:
         """Read the fleet of this process's settings. Raises: SettingInvalid."""
@@ -155,12 +169,13 @@ class RunningFleet:
         if not is_own:
             check_key_files(fleet, known, self._settings.home.absolute() / KEYS_FOLDER)
             check_launchers(fleet, self.serving.fleet)
-        await asyncio.to_thread(self._builder.build, fleet, self.serving)
+        await self._built(fleet)
 
     async def close(self) -> None:
         """Close all engines, those that are about to leave included."""
         self._is_closing = True
-        for part in (*self.serving.parts.values(), *self._leaving):
+        self.names.close()
+        for part in (*self.serving.parts.values(), *self._preparing, *self._leaving):
             await part.backend.close()
 
     async def _store_file(self) -> None:
@@ -186,8 +201,12 @@ class RunningFleet:
         fresh: list[Part] = []
         try:
             fleet = await asyncio.to_thread(parsed, stored)
-            serving = await asyncio.to_thread(self._builder.build, fleet, self.serving)
+            await self.names.poll(fleet)
+            serving = await self._built(fleet)
             fresh = [each for name, each in serving.parts.items() if self._is_new(name, each)]
+            if self._is_closing:
+                return
+            self._preparing = fresh
             replacing = [part for part in fresh if part.terms.served in self.serving.parts]
             loaded = await self._load(replacing)
         except Superseded:
@@ -199,7 +218,25 @@ class RunningFleet:
             await self._discard(fresh)
             self._report(stored, f"unexpected error, incident {self._retries.failed(error)}")
         else:
-            self._install(stored, serving, fresh, loaded)
+            if not self._is_closing:
+                self._install(stored.number, serving, fresh, loaded)
+                self._preparing = ()
+
+    async def _built(self, fleet: Fleet, *, is_plain: bool = False) -> Serving:
+        """Build what a fleet needs beside what runs."""
+        build = partial(self._builder.build, is_plain=is_plain)
+        return await asyncio.to_thread(build, fleet, self.serving, self.names.addresses)
+
+    async def _change_addresses(self) -> None:
+        """Serve the same fleet with the present addresses of its targets."""
+        is_plain = any(part.terms.is_plain for part in self.serving.parts.values())
+        try:
+            serving = await self._built(self.serving.fleet, is_plain=is_plain)
+        except NOT_BUILT_BY as error:
+            log.error("target_addresses_not_served", cause=str(error))
+            return
+        if not self._is_closing:
+            self._install(self._number, serving, ())
 
     def _report(self, stored: StoredFleet, fault: str) -> None:
         if fault != self._fault:
@@ -257,13 +294,14 @@ class RunningFleet:
         """Close engines that were prepared and will not be used."""
         for part in fresh:
             await part.backend.close()
+        self._preparing = ()
 
     def _install(
         self,
-        stored: StoredFleet,
+        number: int,
         serving: Serving,
         fresh: Collection[Part],
-        loaded: Collection[Part],
+        loaded: Collection[Part] = (),
     ) -> None:
         """Serve another fleet from now on. Nothing awaits between here and the end."""
         before, self.serving = self.serving, serving
@@ -276,7 +314,8 @@ class RunningFleet:
         self.router.become(serving.engines, serving.encoders, serving.catalog)
         self._requests.fleet_changed(serving.tokenizers)
         self._launching.become(serving.launched, serving.fleet.pools)
-        self._number, self._fault = stored.number, ""
+        if number != self._number:
+            self._number, self._fault = number, ""
         for part in fresh:
             if part in loaded:
                 continue
@@ -291,7 +330,7 @@ class RunningFleet:
         for part in left:
             self._leaving.add(part)
             self._tasks.create_task(self._leave(part), name=f"end of {part.terms.served}")
-        log.info("fleet_changed", version=stored.number, added=len(fresh), removed=len(left))
+        log.info("fleet_changed", version=number, added=len(fresh), removed=len(left))
 
     async def _leave(self, part: Part) -> None:
         """Close a backend when its last request has ended."""
@@ -375,6 +414,7 @@ def check_key_files(fleet: Fleet, known: Collection[Path], folder: Path) -> None
     Otherwise an administrator could send any file of the machine to a server. Raises:
     SettingInvalid.
     """
+    folder = folder.resolve()
     for path in key_files(fleet):
         if path is not None and path not in known and folder not in path.resolve().parents:
             raise SettingInvalid(

@@ -70,10 +70,12 @@ def open_channel(target: Target, tls: TlsFiles | None, api: Any = grpc.aio) -> A
     """Open a channel on the running event loop; `api=grpc` blocks instead. Raises: ServerUnfit."""
     bytes_max = WHOLE_ANSWER_BYTES_MAX if target.service is Service.TRTLLM else MESSAGE_BYTES_MAX
     options = [*_OPTIONS, ("grpc.max_receive_message_length", bytes_max)]
+    if target.name:
+        options.append(("grpc.default_authority", target.name))
     if tls is None:
         return api.insecure_channel(target.address, options=options)
-    if tls.server_name:
-        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    if server_name := tls.server_name or target.name.rpartition(":")[0]:
+        options.append(("grpc.ssl_target_name_override", server_name))
     return api.secure_channel(target.address, credentials(tls), options=options)
 
 

@@ -53,12 +53,14 @@ class Service(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Target:
     """Address of one server as host:port. `model` is the model's name on an HTTP server, if it
-    differs from the name that Weir serves.
+    differs from the name that Weir serves. `name` is the host:port of which `address` is one of
+    several addresses; empty if there is none.
     """
 
     service: Service
     address: str
     model: str = ""
+    name: str = ""
 
     def __str__(self) -> str:
         path = f"/{self.model}" if self.model else ""

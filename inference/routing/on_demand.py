@@ -224,7 +224,8 @@ class ManagedBackend(Generic[Served]):
         self._serving = True
         try:
             while not self._closed:
-                if self._is_needed():
+                is_wanted = self._user_count > 0 or self.needs.is_pinned
+                if is_wanted and self._starts.fault() is None:
                     await self._live()
                 else:
                     await self._changed.wait()
@@ -367,9 +368,6 @@ class ManagedBackend(Generic[Served]):
     def _running(self) -> Served | None:
         """Return the engine that takes new requests, loaded or not; None if there is none."""
         return None if self._is_stopping else self._engine
-
-    def _is_needed(self) -> bool:
-        return (self._user_count > 0 or self.needs.is_pinned) and self._starts.fault() is None
 
     def _fail(self, reason: str, client_message: str = "") -> None:
         """Report a permanent fault to all requests and release the memory."""

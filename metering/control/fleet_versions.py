@@ -50,7 +50,7 @@ LIMIT :page_size
 PROCESSES = text("""
 SELECT process_id, process_name, fleet_number AS number, fleet_fault AS fault
 FROM live_reports
-WHERE reported_at >= :asked_at
+WHERE reported_at >= :requested_at
 ORDER BY process_name, process_id
 """)
 
@@ -162,7 +162,7 @@ async def add_version(
 
 async def fleet_processes(sessions: Sessions) -> FleetProcesses:
     """Ask all processes which version they serve."""
-    asked_at, silent = await ask_all(sessions)
+    requested_at, silent = await ask_all(sessions)
     async with sessions() as session:
-        rows = (await session.execute(PROCESSES, {"asked_at": asked_at})).all()
+        rows = (await session.execute(PROCESSES, {"requested_at": requested_at})).all()
     return FleetProcesses(rows, tuple(sorted(silent)))

@@ -19,6 +19,7 @@ LOOPS = {
     "control_channel": "control.run",
     "usage_notices": "notices.run",
     "fleet_changes": "fleet.run",
+    "target_names": "fleet.follow_names",
     "key_uses": "uses.run",
     "progress": "registry.report_progress_regularly",
     "loop_lag": "observer.loop_lag.measure",

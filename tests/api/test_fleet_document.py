@@ -160,7 +160,7 @@ def test_there_are_differences_exactly_if_the_documents_differ(a: Fleet, b: Flee
     assert not changes_between(a, a)
 
 
-def test_a_difference_names_its_place() -> None:
+def test_a_difference_names_its_path() -> None:
     one = "models: {a: {versions: {v1: {directory: /m}, v2: {directory: /n}}}}"
     other = """
 models:

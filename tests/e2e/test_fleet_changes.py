@@ -9,9 +9,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from grpc import StatusCode
-from grpc.aio import AioRpcError
 
 from api.core.settings import bundled_models
 from tests.calls import Calls, calls
@@ -131,7 +131,7 @@ async def test_only_one_of_two_administrators_follows_a_version(pair: Pair, admi
         return_exceptions=True,
     )
 
-    [lost] = [each for each in results if isinstance(each, AioRpcError)]
+    [lost] = [each for each in results if isinstance(each, grpc.aio.AioRpcError)]
     [won] = [each for each in results if not isinstance(each, BaseException)]
     assert won.version.number == before.number + 1
     assert lost.code() == StatusCode.INVALID_ARGUMENT, lost

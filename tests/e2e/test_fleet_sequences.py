@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,21 @@ import pytest_asyncio
 import yaml
 
 from api.core.settings import bundled_models
+from api.fleet import running_fleet
 from api.fleet.fleet import FleetBuilder, Part, Serving
 from api.fleet.fleet_file import parse_document
+from api.fleet.running_fleet import RunningFleet
 from inference.adapters.remote_engine import RemoteEngine
 from inference.routing.encoder_set import EncoderSet
 from inference.routing.on_demand import ManagedEngine
 from inference.routing.replica_set import ReplicaSet
 from inference.routing.scaling import ScaledReplicaSet
 from inference.workers.process import open_worker
-from metering.control.fleet_versions import StoredFleet
 from tests.calls import Calls, calls
 from tests.conftest import new_database
 from tests.service import (
     MODEL,
+    PATIENCE_S,
     Inside,
     Service,
     Stream,
@@ -224,6 +226,34 @@ async def test_no_accepted_request_is_lost_while_the_fleet_changes(
     await inside.check_empty()
 
 
+async def test_the_addresses_of_a_name_are_followed_without_a_new_version(
+    inside: Inside, admin: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_fleet, "INTERVAL_S", 0.05)
+    folder = Path(inside.fleet._settings.models.fleet_file).parent
+    answers = ["127.0.0.2", "127.0.0.3"]
+    monkeypatch.setattr(inside.fleet.names, "lookup", lambda host, port: list(answers))
+    local = {"engine": "simulated", "directory": str(folder / "one")}
+    target = "vllm://pods.test:9"
+    pods = local | {"engine": "remote", "targets": [target]}
+
+    def replicas() -> set[str]:
+        return {each.name for model, each in inside.process.router.reports() if model == "second"}
+
+    await applied(inside, admin, {"models": {MODEL: local, "second": pods}})
+    assert replicas() == {f"{target}#127.0.0.2", f"{target}#127.0.0.3"}
+    version = inside.fleet.state
+    answers[:] = ["127.0.0.3", "127.0.0.4"]
+    expected = {f"{target}#127.0.0.3", f"{target}#127.0.0.4"}
+    await until(lambda: replicas() == expected, "the new addresses")
+    answers.clear()
+    await until(lambda: replicas() == {target}, "the name itself")
+
+    assert inside.fleet.state == version
+    await applied(inside, admin, {"models": {MODEL: local}})
+    await nothing_leaves(inside)
+
+
 async def test_many_changes_leave_no_engine_task_or_channel(inside: Inside, admin: Calls) -> None:
     """Versions come and go 200 times: remote ones, whose servers are away, and idle local ones."""
     folder = Path(inside.fleet._settings.models.fleet_file).parent
@@ -248,6 +278,38 @@ async def test_many_changes_leave_no_engine_task_or_channel(inside: Inside, admi
     assert leftovers() == before
 
 
+async def test_a_process_stops_while_a_replacement_is_being_loaded(
+    tmp_path: Path, postgres_server: str, template_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading = asyncio.Event()
+
+    async def load(fleet: RunningFleet, replacing: Sequence[Part]) -> Sequence[Part]:
+        if not replacing:
+            return ()
+        for part in replacing:
+            fleet._serve(part)
+        loading.set()
+        await asyncio.Event().wait()
+        return replacing
+
+    monkeypatch.setattr(RunningFleet, "_load", load)
+    for name in ("one", "two"):
+        make_model(tmp_path / name)
+    (tmp_path / "fleet.yaml").write_text(f"models: {{{MODEL}: {{directory: one}}}}")
+    usual: Values = {"models": bundled_models(), "fleet": str(tmp_path / "fleet.yaml")}
+    with new_database(postgres_server, template=template_database) as url:
+        service = Service(tmp_path / "home", url, tmp_path / "one", **usual)
+        async with asyncio.timeout(PATIENCE_S), run_inside(service, monkeypatch) as inside:
+            tenant = await service.tenant(scopes=("admin",))
+            await until(lambda: inside.fleet.state[0] == 1, "the file to be stored")
+            async with calls(service, tenant.secret) as admin:
+                document = f"models: {{{MODEL}: {{directory: {tmp_path / 'two'}}}}}"
+                await admin("ApplyFleet", document=document)
+                await loading.wait()
+
+    assert inside.fleet.state[0] == 1
+
+
 async def change(inside: Inside, document: str) -> None:
     """Change the fleet without storing it."""
     fleet = inside.fleet
@@ -255,7 +317,7 @@ async def change(inside: Inside, document: str) -> None:
         fleet._builder.build, parse_document(document, None), fleet.serving
     )
     fresh = [part for name, part in serving.parts.items() if fleet._is_new(name, part)]
-    fleet._install(StoredFleet(fleet.state[0], document), serving, fresh, ())
+    fleet._install(fleet.state[0], serving, fresh)
     await asyncio.sleep(0)
 
 

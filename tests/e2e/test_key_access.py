@@ -69,6 +69,8 @@ COMMON = {
     "first_day": "",
     "last_day": "",
     "reason": "none",
+    "document": "models: {m: {directory: /none}}",
+    "base_directory": "/none",
     "name": "theirs",
     "currency_code": "USD",
     "page_token": "",

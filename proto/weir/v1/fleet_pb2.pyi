@@ -34,8 +34,8 @@ class FleetVersion(_message.Message):
     number: _builtins.int
     """Number, from 1. 0: no version is stored, and each process serves the fleet of its settings."""
     document: _builtins.str
-    """The fleet in canonical form: YAML with the keys of a fleet file, without defaults, with absolute
-    paths on the machines of the servers. Empty in lists.
+    """The fleet in canonical form: YAML with the keys of a fleet file, without defaults, with
+    absolute paths on the machines of the servers. Empty in lists.
     """
     digest: _builtins.str
     """SHA-256 of the document, in hexadecimal."""
@@ -143,7 +143,7 @@ class FleetViolation(_message.Message):
     location: _builtins.str
     """Place in the document, such as "models.chat.directory". May be empty."""
     message: _builtins.str
-    """What is wrong, and what is allowed."""
+    """Description of the error, with the allowed values."""
     def __init__(
         self,
         *,
@@ -231,7 +231,9 @@ class ApplyFleetRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     document: _builtins.str
-    """The whole fleet, as YAML with the keys of a fleet file. `engine_config` cannot name a file here."""
+    """The whole fleet, as YAML with the keys of a fleet file. `engine_config` cannot name a file
+    here.
+    """
     base_directory: _builtins.str
     """Absolute path, on the machines of the servers, at which relative paths of the document start.
     Empty: the document has absolute paths only. INVALID_ARGUMENT for a relative one.

@@ -1759,7 +1759,7 @@ export interface FleetViolation {
   readonly line: number;
   /** Place in the document, such as "models.chat.directory". May be empty. */
   readonly location: string;
-  /** What is wrong, and what is allowed. */
+  /** Description of the error, with the allowed values. */
   readonly message: string;
 }
 

@@ -249,8 +249,8 @@ def refuse(file: Path | None, applied: AppliedFleet, *, as_json: bool) -> NoRetu
     """Print each error as `file:line: place: remedy`, and exit."""
     for each in applied.violations if not as_json else ():
         line = f"{file or 'the fleet'}:{each.line}: " if each.line else ""
-        place = f"{each.location}: " if each.location else ""
-        typer.secho(f"{line}{place}{printable(each.message)}", fg="red", err=True)
+        where = f"{each.location}: " if each.location else ""
+        typer.secho(f"{line}{where}{printable(each.message)}", fg="red", err=True)
     note("nothing was changed")
     raise typer.Exit(ExitCode.WRONG_USE)
 

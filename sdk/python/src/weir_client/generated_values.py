@@ -1894,7 +1894,7 @@ class FleetViolation(Value):
     location: str = ""
     """Place in the document, such as "models.chat.directory". May be empty."""
     message: str = ""
-    """What is wrong, and what is allowed."""
+    """Description of the error, with the allowed values."""
 
 
 @dataclass(frozen=True, slots=True)
