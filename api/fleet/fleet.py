@@ -33,7 +33,7 @@ from api.fleet.launcher_reader import FleetLauncher
 from api.fleet.launching import LaunchedVersion
 from common.gpus import GpusUnknown, read_gpus, visible_gpus
 from common.settings import SettingInvalid
-from inference.adapters.launched_place import Place
+from inference.adapters.launched_replica import LaunchedReplica
 from inference.adapters.remote_settings import (
     KeyFile,
     KeyUnusable,
@@ -689,13 +689,13 @@ class ReplicaBuilder:
         )
         replicas = []
         for number in range(version.replica_count_max):
-            place = Place(served, number)
+            launched = LaunchedReplica(served, number)
             is_pinned = number < version.replica_count_min
             managed = ManagedEngine(
-                partial(LaunchedEngine, options, place),
+                partial(LaunchedEngine, options, launched),
                 ManagedTerms(self._idle_timeout_s(version), Needs(is_pinned=is_pinned)),
             )
-            found.members.append((place, managed))
+            found.members.append((launched, managed))
             name, region = f"{served}#{number}", version.region or settings.models.region
             replicas.append(Replica(name, managed, region, self._breaker(version)))
         self.launched.append(found)

@@ -1,4 +1,4 @@
-"""Interface of launchers, which start and stop the servers of a model, and what they share.
+"""Interface of launchers, which start and stop the servers of a model, and their shared values.
 
 All methods can be repeated: a scaler that dies in the middle of a call is replaced by another one,
 which makes the same call again. So `start` adopts a server that runs already, and `stop` of a
@@ -28,13 +28,13 @@ class LaunchFailed(Exception):
 class LaunchedId:
     """Identity of a replica. `served` is the model, or `model@version`.
 
-    `life` is new whenever the replica is started from nothing: a late `stop` of an earlier life
-    must not end the present one.
+    `lifetime` is new whenever the replica is started from nothing: a late `stop` of an earlier one
+    must not end the present server.
     """
 
     served: str
     number: int
-    life: str
+    lifetime: str
 
     def __str__(self) -> str:
         return f"{self.served}#{self.number}"
@@ -43,7 +43,7 @@ class LaunchedId:
         """Variables for the commands of a launcher."""
         return {
             "WEIR_REPLICA_ID": str(self),
-            "WEIR_REPLICA_LIFE": self.life,
+            "WEIR_REPLICA_LIFETIME": self.lifetime,
             "WEIR_REPLICA_MODEL": self.served,
             "WEIR_REPLICA_NUMBER": str(self.number),
         }

@@ -1,4 +1,4 @@
-"""Launchers in a fleet file: what is read, and the errors for errors."""
+"""Launchers in a fleet file: their values, and the errors for mistakes."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 
 from api.fleet.launch_plan import LaunchTerms
 from api.fleet.launching import LaunchedVersion, Launching
-from inference.adapters.launched_place import Place
+from inference.adapters.launched_replica import LaunchedReplica
 from inference.launchers.launcher import LaunchedId, LaunchFailed
 from inference.routing.on_demand import ManagedEngine
 from tests.conftest import ask
@@ -41,7 +41,7 @@ class Servers:
 
     async def start(self, replica: LaunchedId) -> str:
         self.note("start")
-        self.running.add(replica.life)
+        self.running.add(replica.lifetime)
         return ADDRESS
 
     async def wake(self, replica: LaunchedId, address: str) -> str:
@@ -50,13 +50,13 @@ class Servers:
 
     async def stop(self, replica: LaunchedId) -> None:
         self.note("stop")
-        self.running.discard(replica.life)
+        self.running.discard(replica.lifetime)
 
     async def sleep(self, replica: LaunchedId) -> None:
         self.note("sleep")
 
     async def runs(self, replica: LaunchedId, address: str) -> bool:
-        return replica.life in self.running
+        return replica.lifetime in self.running
 
 
 class World:
@@ -64,12 +64,12 @@ class World:
 
     def __init__(self, database_url: str, *, is_local: bool = False, sleeps: bool = False) -> None:
         self.database_url = database_url
-        self.servers, self.place = Servers(), Place("chat", 0)
+        self.servers, self.launched = Servers(), LaunchedReplica("chat", 0)
         terms = LaunchTerms(can_sleep=sleeps)
         version = LaunchedVersion(
             "chat", self.servers, terms, is_local=is_local, ends_with_service=is_local
         )
-        version.members.append((self.place, cast(ManagedEngine, cast(Any, WantingEngine()))))
+        version.members.append((self.launched, cast(ManagedEngine, cast(Any, WantingEngine()))))
         self.launching = Launching(database_url, uuid.uuid4(), [version], {})
 
     @contextlib.asynccontextmanager
@@ -91,11 +91,11 @@ class World:
 async def test_a_replica_comes_with_the_demand_and_goes_with_it(database_url: str) -> None:
     world = World(database_url)
     async with world.running():
-        world.place.want()
-        await until(lambda: world.place.standing.address == ADDRESS, "the address")
-        world.place.leave()
+        world.launched.want()
+        await until(lambda: world.launched.standing.address == ADDRESS, "the address")
+        world.launched.leave()
         await world.reaches("stopped")
-        assert not world.place.standing.address
+        assert not world.launched.standing.address
 
     assert world.servers.calls == ["start", "stop"]
     assert dict(world.launching.counts.starts) == {
@@ -108,23 +108,23 @@ async def test_an_unexpected_error_of_a_launcher_fails_its_replica_only(database
     world = World(database_url)
     world.servers.faults["start"] = ZeroDivisionError()
     async with world.running():
-        world.place.want()
-        await until(lambda: world.place.standing.failure, "the failure")
+        world.launched.want()
+        await until(lambda: world.launched.standing.failure, "the failure")
 
-    assert "unexpected error, incident" in world.place.standing.failure
+    assert "unexpected error, incident" in world.launched.standing.failure
 
 
 async def test_a_stop_that_fails_is_repeated(
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then the replica keeps its room."""
+    """The replica keeps its room until then."""
     monkeypatch.setattr("api.fleet.launching.STOP_AGAIN_S", 0.01)
     world = World(database_url)
     world.servers.faults["stop"] = LaunchFailed("busy")
     async with world.running():
-        world.place.want()
+        world.launched.want()
         await world.reaches("ready")
-        world.place.leave()
+        world.launched.leave()
         await world.reaches("stopped")
 
     assert world.servers.calls == ["start", "stop", "stop"]
@@ -134,9 +134,9 @@ async def test_a_server_that_cannot_sleep_is_stopped(database_url: str) -> None:
     world = World(database_url, sleeps=True)
     world.servers.faults["sleep"] = LaunchFailed("no such call")
     async with world.running():
-        world.place.want()
+        world.launched.want()
         await world.reaches("ready")
-        world.place.leave()
+        world.launched.leave()
         await world.reaches("stopped")
 
     assert world.servers.calls == ["start", "sleep", "stop"]
@@ -147,14 +147,14 @@ async def test_work_goes_on_after_the_connection_was_cut(database_url: str) -> N
     """The next election is this process's own, if it is the only one."""
     world = World(database_url)
     async with world.running():
-        world.place.want()
+        world.launched.want()
         await world.reaches("ready")
         ask(
             database_url,
             """SELECT pg_terminate_backend(pid) FROM pg_stat_activity
                WHERE application_name LIKE 'weir_scaler_%%'""",
         )
-        world.place.leave()
+        world.launched.leave()
         await world.reaches("stopped")
 
     assert world.servers.calls == ["start", "stop"]
@@ -163,11 +163,11 @@ async def test_work_goes_on_after_the_connection_was_cut(database_url: str) -> N
 async def test_the_last_process_stops_servers_of_its_machine(database_url: str) -> None:
     one, other = World(database_url, is_local=True), World(database_url, is_local=True)
     async with one.running():
-        one.place.want()
+        one.launched.want()
         await one.reaches("ready")
         async with other.running():
-            other.place.want()
-            await until(lambda: other.place.standing.address, "the address in the other process")
+            other.launched.want()
+            await until(lambda: other.launched.standing.address, "the address in the other process")
             await other.launching.close()
         assert one.row()["state"] == "ready"
         await one.launching.close()
@@ -180,7 +180,7 @@ async def test_a_server_of_another_machine_is_not_used(database_url: str) -> Non
     """Not even stopped, as long as a process lives there."""
     ask(
         database_url,
-        """INSERT INTO launched_replicas (served, number, state, life, host, address)
+        """INSERT INTO launched_replicas (served, number, state, lifetime, host, address)
            VALUES ('chat', 0, 'ready', gen_random_uuid(), 'elsewhere', %s)""",
         ADDRESS,
     )
@@ -193,15 +193,15 @@ async def test_a_server_of_another_machine_is_not_used(database_url: str) -> Non
     )
     world = World(database_url, is_local=True)
     async with world.running():
-        world.place.want()
-        await until(lambda: world.place.standing.failure, "the failure")
-        assert "its server runs on the machine elsewhere" in world.place.standing.failure
+        world.launched.want()
+        await until(lambda: world.launched.standing.failure, "the failure")
+        assert "its server runs on the machine elsewhere" in world.launched.standing.failure
         assert world.row()["state"] == "ready"
 
         ask(database_url, "DELETE FROM replica_demands WHERE host = 'elsewhere'")
         await world.reaches("failed")
         assert world.row()["error"] == "its machine elsewhere has gone"
         ask(database_url, "UPDATE launched_replicas SET retry_at = clock_timestamp()")
-        await until(lambda: world.place.standing.address == ADDRESS, "a start here")
+        await until(lambda: world.launched.standing.address == ADDRESS, "a start here")
 
     assert world.servers.calls == ["start"]
