@@ -12,6 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+# Of commands, for scripts: the replica, its lifetime, model and number.
+VARIABLES = (
+    "WEIR_REPLICA_ID",
+    "WEIR_REPLICA_LIFETIME",
+    "WEIR_REPLICA_MODEL",
+    "WEIR_REPLICA_NUMBER",
+)
 REASON_CHARS_MAX = 500  # of an error in the database and in `weir replicas list`
 # JSON and the variables of a shell, `${NAME}`, pass.
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([a-z_]+)\}")
@@ -41,12 +48,8 @@ class LaunchedId:
 
     def environment(self) -> dict[str, str]:
         """Variables for the commands of a launcher."""
-        return {
-            "WEIR_REPLICA_ID": str(self),
-            "WEIR_REPLICA_LIFETIME": self.lifetime,
-            "WEIR_REPLICA_MODEL": self.served,
-            "WEIR_REPLICA_NUMBER": str(self.number),
-        }
+        values = (str(self), self.lifetime, self.served, str(self.number))
+        return dict(zip(VARIABLES, values, strict=True))
 
 
 class Launcher(Protocol):
