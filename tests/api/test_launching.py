@@ -7,15 +7,18 @@ import contextlib
 import json
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, cast
 
+import psycopg
 import pytest
 
-from api.fleet.launch_plan import LaunchTerms
+from api.fleet.launch_plan import LaunchTerms, moved
 from api.fleet.launching import LaunchedVersion, Launching
 from inference.adapters.launched_replica import LaunchedReplica
 from inference.launchers.launcher import LaunchedId, LaunchFailed
 from inference.routing.on_demand import ManagedEngine
+from metering.control.launches import SERVER_PATIENCE, LaunchConnection, LaunchState, Move
 from tests.conftest import ask
 from tests.faults.scaler_process import WantingEngine
 from tests.service import until
@@ -205,3 +208,67 @@ async def test_a_server_of_another_machine_is_not_used(database_url: str) -> Non
         await until(lambda: world.launched.standing.address == ADDRESS, "a start here")
 
     assert world.servers.calls == ["start"]
+
+
+async def test_one_connection_is_elected_until_it_ends(database_url: str) -> None:
+    first = await LaunchConnection.connect(database_url, uuid.uuid4())
+    second = await LaunchConnection.connect(database_url, uuid.uuid4())
+    try:
+        assert await first.elect()
+        assert not await second.elect()
+        await first.close()
+        await elected(second)
+    finally:
+        await second.close()
+
+
+async def test_the_server_ends_the_connection_of_a_frozen_process(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock is free then, although its machine still answers."""
+    assert "idle_session_timeout=15s" in SERVER_PATIENCE
+    monkeypatch.setattr("metering.control.launches.SERVER_PATIENCE", ("idle_session_timeout=500",))
+    frozen = await LaunchConnection.connect(database_url, uuid.uuid4())
+    assert await frozen.elect()
+    monkeypatch.undo()
+    other = await LaunchConnection.connect(database_url, uuid.uuid4())
+    try:
+        await elected(other)
+        with pytest.raises(psycopg.OperationalError):
+            await frozen.rows()
+    finally:
+        await other.close()
+        await frozen.close()
+
+
+async def elected(connection: LaunchConnection) -> None:
+    """Wait until the connection is elected."""
+    while not await connection.elect():  # noqa: ASYNC110  # depends on the server
+        await asyncio.sleep(0.01)
+
+
+async def test_a_move_that_expects_another_state_changes_nothing(database_url: str) -> None:
+    """Neither that of an earlier lifetime, nor one that was made already."""
+    store = await LaunchConnection.connect(database_url, uuid.uuid4())
+    try:
+        assert await store.elect()
+        first = Move("chat", 0, None, None, LaunchState.STARTING)
+        for _ in range(2):
+            await store.apply(first)
+        [row] = await store.rows()
+        ready = replace(moved(row, LaunchState.READY), address=ADDRESS)
+        stale = replace(ready, lifetime=uuid.uuid4(), after=LaunchState.FAILED)
+        for move in (stale, ready, ready, replace(stale, before=LaunchState.READY)):
+            await store.apply(move)
+        [row] = await store.rows()
+        assert (row.state, row.address) == (LaunchState.READY, ADDRESS)
+        await store.apply(moved(row, LaunchState.STOPPED))
+        again = replace(first, lifetime=row.lifetime, before=LaunchState.STOPPED)
+        for _ in range(2):
+            await store.apply(again)
+        [row_again] = await store.rows()
+        assert row_again.lifetime != row.lifetime
+    finally:
+        await store.close()
+    runs = ask(database_url, "SELECT ended_at IS NULL FROM replica_runs ORDER BY id").fetchall()
+    assert runs == [(False,), (True,)]
