@@ -42,7 +42,7 @@ from api.fleet.launching import LaunchedVersion
 from api.fleet.target_names import Addresses
 from common.gpus import GpusUnknown, read_gpus, visible_gpus
 from common.settings import SettingInvalid
-from inference.adapters.launched_place import Place
+from inference.adapters.launched_replica import LaunchedReplica
 from inference.adapters.remote_settings import (
     KeyFile,
     KeyUnusable,
@@ -937,10 +937,10 @@ class FleetBuilder:
         if before is not None:
             found.members += before.members[: version.replica_count_max]
         for number in range(len(found.members), version.replica_count_max):
-            place = Place(served, number)
-            build = partial(LaunchedEngine, options, place)
+            launched = LaunchedReplica(served, number)
+            build = partial(LaunchedEngine, options, launched)
             managed = ManagedEngine(build, self._terms(version, number, Needs()))
-            found.members.append((place, managed))
+            found.members.append((launched, managed))
         return found
 
     def _terms(self, version: FleetVersion, index: int, needs: Needs) -> ManagedTerms:

@@ -43,7 +43,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class LaunchTerms:
-    """What the scaler has to know of a version.
+    """Facts about a version that the scaler needs.
 
     A replica takes `units` of its pool, and `sleeping_units` asleep. It is stopped after
     `stop_after_s` seconds of sleep; 0: never.
@@ -119,7 +119,7 @@ def plan(
                 Move(
                     served,
                     number,
-                    None if row is None else row.life,
+                    None if row is None else row.lifetime,
                     None if row is None else row.state,
                     after,
                     cost_per_hour=terms[served].cost_per_hour,
@@ -154,7 +154,7 @@ def moved(row: LaunchedRow, after: LaunchState) -> Move:
     return Move(
         row.served,
         row.number,
-        row.life,
+        row.lifetime,
         row.state,
         after,
         error=row.error,

@@ -22,7 +22,7 @@ from api.fleet.launch_plan import LaunchTerms, Pool, merged, moved, plan
 from api.fleet.launcher_reader import FleetLauncher
 from common.backoff import Backoff, backoff_s
 from common.incidents import IncidentTaskGroup, Retries
-from inference.adapters.launched_place import Place, Standing
+from inference.adapters.launched_replica import LaunchedReplica, Standing
 from inference.launchers.launcher import LaunchedId, Launcher, LaunchFailed
 from inference.routing.on_demand import ManagedEngine
 from metering.control.control_channel import ANSWER_TIMEOUT_S, LOST
@@ -81,7 +81,7 @@ class LaunchedVersion:
     terms: LaunchTerms
     is_local: bool = False
     ends_with_service: bool = False
-    members: list[tuple[Place, ManagedEngine]] = field(default_factory=list)
+    members: list[tuple[LaunchedReplica, ManagedEngine]] = field(default_factory=list)
     source: FleetLauncher | None = None
 
 
@@ -107,7 +107,7 @@ class Launching:
         self._closed = asyncio.Event()
         self._written: list[tuple[Key, bool]] | None = None  # demands, with whether each is idle
         self._written_at_s = -math.inf
-        self._loading: dict[Key, tuple[uuid.UUID, float]] = {}  # life, and since when
+        self._loading: dict[Key, tuple[uuid.UUID, float]] = {}  # lifetime, and since when
         self._acting: dict[Key, asyncio.Task[None]] = {}
         self._outcomes: deque[tuple[Key, Move | None]] = deque()
         self._checked_at_s: dict[Key, float] = {}
@@ -132,8 +132,8 @@ class Launching:
             self.counts.seconds.setdefault(served, 0.0)
             for outcome in (STARTED, FAILED):
                 self.counts.starts.setdefault((served, outcome), 0)
-            for place, _ in version.members:
-                place.demand_changed = self.wake
+            for launched, _ in version.members:
+                launched.demand_changed = self.wake
         self.wake()
 
     def _succeed(self, rows: Sequence[LaunchedRow]) -> None:
@@ -231,12 +231,12 @@ class Launching:
         now_s = self._clock()
         demands = []
         for version in self._versions.values():
-            for place, managed in version.members:
-                if (since_s := place.wanted_since_s) is None:
+            for launched, managed in version.members:
+                if (since_s := launched.wanted_since_s) is None:
                     continue
                 idle_since_s = managed.idle_since_s()
                 idle_s = None if idle_since_s is None else max(now_s - idle_since_s, 0.0)
-                demands.append(Demand(place.served, place.number, now_s - since_s, idle_s))
+                demands.append(Demand(launched.served, launched.number, now_s - since_s, idle_s))
         written = [(each.key, each.idle_s is None) for each in demands]
         has_changed = written != self._written
         if has_changed or now_s - self._written_at_s >= HEARTBEAT_S:
@@ -248,12 +248,12 @@ class Launching:
         """Tell the engines of this process what the rows say."""
         found = {row.key: row for row in rows}
         for version in self._versions.values():
-            for place, managed in version.members:
-                row = found.get((place.served, place.number))
+            for launched, managed in version.members:
+                row = found.get((launched.served, launched.number))
                 if row is not None and self._is_elsewhere(row, host) and has_server(row):
-                    place.follow(Standing(failure=ELSEWHERE.format(row.host)))
+                    launched.follow(Standing(failure=ELSEWHERE.format(row.host)))
                 else:
-                    place.follow(self._standing(row))
+                    launched.follow(self._standing(row))
                 is_leaving = row is not None and row.state is LaunchState.LEAVING
                 if is_leaving and managed.idle_since_s() is not None:
                     managed.evict()
@@ -269,10 +269,10 @@ class Launching:
         load_time_s = row.load_s or 0.0
         match row.state:
             case LaunchState.STARTING | LaunchState.WAKING:
-                life, since_s = self._loading.get(row.key, (None, 0.0))
-                if life != row.life:
+                lifetime, since_s = self._loading.get(row.key, (None, 0.0))
+                if lifetime != row.lifetime:
                     since_s = self._clock() - row.age_s
-                    self._loading[row.key] = row.life, since_s
+                    self._loading[row.key] = row.lifetime, since_s
                 return Standing("", "its server starts", "", since_s, load_time_s)
             case LaunchState.READY | LaunchState.LEAVING:
                 return Standing(row.address, "", "", None, load_time_s)
@@ -337,7 +337,7 @@ class Launching:
 
     def _act(self, version: LaunchedVersion, row: LaunchedRow, tasks: asyncio.TaskGroup) -> None:
         """Begin what the state of a row asks for."""
-        replica = LaunchedId(row.served, row.number, str(row.life))
+        replica = LaunchedId(row.served, row.number, str(row.lifetime))
         action: Coroutine[Any, Any, Move | None]
         match row.state:
             case LaunchState.STARTING:
@@ -443,7 +443,7 @@ class Launching:
                 if version is None or not version.ends_with_service or not has_server(row):
                     continue
                 await connection.apply(moved(row, LaunchState.STOPPING))
-                replica = LaunchedId(row.served, row.number, str(row.life))
+                replica = LaunchedId(row.served, row.number, str(row.lifetime))
                 stopping = replace(row, state=LaunchState.STOPPING)
                 stop = self._stop(stopping, version.launcher, replica)
                 ending.append(stops.create_task(stop, name=f"end of {replica}"))

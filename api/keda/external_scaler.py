@@ -1,8 +1,8 @@
 """KEDA's external scaler service. KEDA asks any api process, which answers for all of them.
 
 A `ScaledObject` names in its metadata the `model`, and a target for each metric that it scales by:
-the value that one replica should have. There is no API key: the service tells numbers of models and
-nothing of tenants. It has a port of its own, with TLS and client certificates if you set them.
+the value that one replica should have. There is no API key: the service has numbers of models and
+nothing about tenants. It has a port of its own, with TLS and client certificates if you set them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ExternalScaler:
 
     async def IsActive(self, request: pb.ScaledObjectRef, context: Context) -> pb.IsActiveResponse:
         """Say whether the model needs a replica."""
-        model, _ = await self._asked(request, context)
+        model, _ = await self._request(request, context)
         load = await self._load(model, context)
         return pb.IsActiveResponse(result=load.is_active)
 
@@ -73,12 +73,12 @@ class ExternalScaler:
         self, request: pb.ScaledObjectRef, context: Context
     ) -> AsyncIterator[pb.IsActiveResponse]:
         """Say it now, and again whenever it changes."""
-        model, _ = await self._asked(request, context)
-        told: bool | None = None
+        model, _ = await self._request(request, context)
+        reported: bool | None = None
         while True:
             is_active = (await self._load(model, context)).is_active
-            if is_active != told:
-                told = is_active
+            if is_active != reported:
+                reported = is_active
                 yield pb.IsActiveResponse(result=is_active)
             await asyncio.sleep(STREAM_INTERVAL_S)
 
@@ -86,14 +86,14 @@ class ExternalScaler:
         self, request: pb.ScaledObjectRef, context: Context
     ) -> pb.GetMetricSpecResponse:
         """Return the targets of the metadata."""
-        _, targets = await self._asked(request, context)
+        _, targets = await self._request(request, context)
         return specs(targets)
 
     async def StreamMetricSpec(
         self, request: pb.ScaledObjectRef, context: Context
     ) -> AsyncIterator[pb.GetMetricSpecResponse]:
         """Return the targets once: only the metadata changes them, which begins a new call."""
-        _, targets = await self._asked(request, context)
+        _, targets = await self._request(request, context)
         yield specs(targets)
         await asyncio.Event().wait()
 
@@ -101,7 +101,7 @@ class ExternalScaler:
         self, request: pb.GetMetricsRequest, context: Context
     ) -> pb.GetMetricsResponse:
         """Return the present value of one metric, summed over all api processes."""
-        model, _ = await self._asked(request.scaledObjectRef, context)
+        model, _ = await self._request(request.scaledObjectRef, context)
         name = request.metricName
         if name not in METRICS:
             known = ", ".join(METRICS)
@@ -112,10 +112,10 @@ class ExternalScaler:
         )
         return pb.GetMetricsResponse(metricValues=[metric])
 
-    async def _asked(
+    async def _request(
         self, request: pb.ScaledObjectRef, context: Context
     ) -> tuple[str, dict[str, float]]:
-        """Read the model and the targets of a request, or abort the call with what is wrong."""
+        """Read the model and the targets of a request, or abort the call with the mistake."""
         metadata = {
             name.removesuffix(FROM_ENVIRONMENT): text
             for name, text in request.scalerMetadata.items()

@@ -3,7 +3,7 @@
 isort:skip_file
 KEDA's external scaler protocol, as published in kedacore/keda, file
 pkg/scalers/externalscaler/externalscaler.proto, commit 8b4f083ca8c8c2baf8477e322bd4d16ac4dfa09a.
-Copyright of the KEDA authors; Apache License 2.0, as of this repository (LICENSE). Unchanged below.
+Copyright of the KEDA authors. Apache License 2.0, as this repository (LICENSE). Unchanged below.
 """
 
 from api.keda import externalscaler_pb2 as _externalscaler_pb2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from inference.adapters.launched_place import Place
+from inference.adapters.launched_replica import LaunchedReplica
 from inference.adapters.remote_connection import Link
 from inference.adapters.remote_engine import RemoteEngine
 from inference.adapters.remote_settings import RemoteSettings, parse_target
@@ -18,13 +18,13 @@ UNKNOWN_LOAD_S = 60.0  # the first estimate, for a model of some billions of par
 class LaunchedEngine(RemoteEngine):
     """Remote engine whose server runs while an api process wants it."""
 
-    def __init__(self, settings: RemoteSettings, place: Place) -> None:
-        """`settings.target` has the kind of server; `place` will know its address.
+    def __init__(self, settings: RemoteSettings, launched: LaunchedReplica) -> None:
+        """`settings.target` has the kind of server; `launched` will know its address.
 
         Raises like `RemoteEngine`.
         """
         super().__init__(settings)
-        self._place = place
+        self._launched = launched
         self._has_connected = False
 
     async def serve(self) -> None:
@@ -32,12 +32,12 @@ class LaunchedEngine(RemoteEngine):
         try:
             await super().serve()
         finally:
-            self._place.leave()
+            self._launched.leave()
 
     async def _run(self) -> str:
-        self._place.want()
+        self._launched.want()
         while not self.is_closing:
-            standing = self._place.standing
+            standing = self._launched.standing
             if standing.address:
                 self._settings = replace(self._settings, target=parse_target(standing.address))
                 self._link = Link(self._settings)
@@ -54,9 +54,9 @@ class LaunchedEngine(RemoteEngine):
             else:
                 fraction = (time.monotonic() - since_s) / self._load_time_s
                 self.loading("process", min(max(fraction, 0.0), FRACTION_MAX))
-            await self._place.changes(PROGRESS_S)
+            await self._launched.changes(PROGRESS_S)
         return "closed"
 
     def _kill(self) -> None:
-        self._place.wake()
+        self._launched.wake()
         super()._kill()

@@ -2,8 +2,8 @@
 
 The child inherits the lock of its folder and keeps it while it, or a process that it starts, runs.
 So a lock that can be taken proves that nothing runs, and one that cannot proves that something
-does, whoever started it and however it died. The child writes its own process id, before it
-becomes the program, so there is no moment in which a child runs and nobody can find it.
+does, even if the process that started it is dead. The child writes its own process id, before it
+becomes the program, so every child that runs can be found.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Launcher of kind `command`: scripts that start and stop servers anywhere.
 
-A script gets the replica in `WEIR_REPLICA_ID`, `_NUMBER`, `_MODEL` and `_LIFE`. It may run again
-for the same life, so it must accept what it finds. Two scripts of one replica never run together on
-one machine: the first keeps the lock of its folder even if the api process that started it dies.
+A script gets the replica in `WEIR_REPLICA_ID`, `_NUMBER`, `_MODEL` and `_LIFETIME`. It may run
+again for the same lifetime, so it must accept what it finds. Two scripts of one replica never run
+together on one machine: the first keeps the lock of its folder even if the api process that started
+it dies.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class KubernetesLauncher:
         raise LaunchFailed("it cannot sleep")
 
     async def runs(self, replica: LaunchedId, address: str) -> bool:
-        """Implement `Launcher.runs`: false if somebody has scaled it down."""
+        """Implement `Launcher.runs`: false if another program has scaled it down."""
         wanted, _ = self._read(await self._get())
         return wanted > (replica.number if "{number}" in self._terms.address else 0)
 

@@ -1,4 +1,4 @@
-"""Interface of launchers, which start and stop the servers of a model, and what they share.
+"""Interface of launchers, which start and stop the servers of a model, and their shared values.
 
 All methods can be repeated: a scaler that dies in the middle of a call is replaced by another one,
 which makes the same call again. So `start` adopts a server that runs already, and `stop` of a
@@ -12,6 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+# Of commands, for scripts: the replica, its lifetime, model and number.
+VARIABLES = (
+    "WEIR_REPLICA_ID",
+    "WEIR_REPLICA_LIFETIME",
+    "WEIR_REPLICA_MODEL",
+    "WEIR_REPLICA_NUMBER",
+)
 REASON_CHARS_MAX = 500  # of an error in the database and in `weir replicas list`
 # JSON and the variables of a shell, `${NAME}`, pass.
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([a-z_]+)\}")
@@ -28,25 +35,21 @@ class LaunchFailed(Exception):
 class LaunchedId:
     """Identity of a replica. `served` is the model, or `model@version`.
 
-    `life` is new whenever the replica is started from nothing: a late `stop` of an earlier life
-    must not end the present one.
+    `lifetime` is new whenever the replica is started from nothing: a late `stop` of an earlier one
+    must not end the present server.
     """
 
     served: str
     number: int
-    life: str
+    lifetime: str
 
     def __str__(self) -> str:
         return f"{self.served}#{self.number}"
 
     def environment(self) -> dict[str, str]:
         """Variables for the commands of a launcher."""
-        return {
-            "WEIR_REPLICA_ID": str(self),
-            "WEIR_REPLICA_LIFE": self.life,
-            "WEIR_REPLICA_MODEL": self.served,
-            "WEIR_REPLICA_NUMBER": str(self.number),
-        }
+        values = (str(self), self.lifetime, self.served, str(self.number))
+        return dict(zip(VARIABLES, values, strict=True))
 
 
 class Launcher(Protocol):

@@ -47,9 +47,9 @@ class ProcessTerms:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """What was started in a folder: the life, and the ports that were chosen."""
+    """Server that was started in a folder: its lifetime, and its ports."""
 
-    life: str
+    lifetime: str
     port: int
     second_port: int
 
@@ -81,7 +81,7 @@ class ProcessLauncher:
 
     async def wake(self, replica: LaunchedId, address: str) -> str:
         """Implement `Launcher.wake`."""
-        found = self._of_life(replica)
+        found = self._of_lifetime(replica)
         if self._terms.sleep is None or found is None:
             raise LaunchFailed("it does not sleep")
         await wake_up(filled(self._terms.sleep.url, self._values(replica, found)))
@@ -93,7 +93,7 @@ class ProcessLauncher:
         while True:
             with folder.lock() as lock:
                 if lock is not None:
-                    started = _Started(replica.life, *free_ports())
+                    started = _Started(replica.lifetime, *free_ports())
                     self._write(folder, started)
                     values = self._values(replica, started)
                     command = [filled(word, values) for word in self._terms.command]
@@ -105,9 +105,9 @@ class ProcessLauncher:
                     return started
             found = self._read(folder)
             if found is not None and folder.pid() is not None:
-                if found.life == replica.life:
+                if found.lifetime == replica.lifetime:
                     return found
-                await self._end(folder)  # of an earlier life
+                await self._end(folder)  # of an earlier lifetime
             elif time.monotonic() > give_up_at_s:
                 raise LaunchFailed(
                     f"a process that is not known keeps {folder.path} locked: end it first"
@@ -116,12 +116,12 @@ class ProcessLauncher:
 
     async def stop(self, replica: LaunchedId) -> None:
         """Implement `Launcher.stop`."""
-        if self._of_life(replica) is not None:
+        if self._of_lifetime(replica) is not None:
             await self._end(self._folder(replica))
 
     async def sleep(self, replica: LaunchedId) -> None:
         """Implement `Launcher.sleep`."""
-        found = self._of_life(replica)
+        found = self._of_lifetime(replica)
         if self._terms.sleep is None or found is None:
             raise LaunchFailed("it cannot sleep")
         url = filled(self._terms.sleep.url, self._values(replica, found))
@@ -129,7 +129,7 @@ class ProcessLauncher:
 
     async def runs(self, replica: LaunchedId, address: str) -> bool:
         """Implement `Launcher.runs`."""
-        return self._of_life(replica) is not None and self._folder(replica).is_running()
+        return self._of_lifetime(replica) is not None and self._folder(replica).is_running()
 
     async def _end(self, folder: Folder) -> None:
         """End the server of a folder, and return when its lock is free. Raises: LaunchFailed."""
@@ -164,22 +164,22 @@ class ProcessLauncher:
             "second_port": started.second_port,
         }
 
-    def _of_life(self, replica: LaunchedId) -> _Started | None:
-        """Return what was started for this life; None if another life was, or nothing."""
+    def _of_lifetime(self, replica: LaunchedId) -> _Started | None:
+        """Return the server of this lifetime; None if the last one had another."""
         found = self._read(self._folder(replica))
-        return found if found is not None and found.life == replica.life else None
+        return found if found is not None and found.lifetime == replica.lifetime else None
 
     def _write(self, folder: Folder, started: _Started) -> None:
-        """Write what is about to be started, at once or not at all."""
-        text = json.dumps([started.life, started.port, started.second_port])
+        """Write the server that is about to be started, at once or not at all."""
+        text = json.dumps([started.lifetime, started.port, started.second_port])
         new = folder.path / "started.new"
         new.write_text(text)
         os.replace(new, folder.path / "started")
 
     def _read(self, folder: Folder) -> _Started | None:
         try:
-            life, port, second_port = json.loads((folder.path / "started").read_text())
-            return _Started(str(life), int(port), int(second_port))
+            lifetime, port, second_port = json.loads((folder.path / "started").read_text())
+            return _Started(str(lifetime), int(port), int(second_port))
         except (OSError, ValueError, TypeError):
             return None
 

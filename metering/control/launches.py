@@ -71,7 +71,7 @@ class LaunchedRow:
     served: str
     number: int
     state: LaunchState
-    life: uuid.UUID
+    lifetime: uuid.UUID
     host: str
     address: str
     error: str
@@ -105,14 +105,14 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Change of a replica's state. Nothing changes unless it still has `life` and state `before`.
+    """Change of a replica's state. Nothing changes unless it still has `lifetime` and `before`.
 
-    `life` is None for the first start of a replica.
+    `lifetime` is None for the first start of a replica.
     """
 
     served: str
     number: int
-    life: uuid.UUID | None
+    lifetime: uuid.UUID | None
     before: LaunchState | None
     after: LaunchState
     address: str | None = None
@@ -127,7 +127,7 @@ class Move:
 
 
 SELECT_ROWS = """
-SELECT served, number, state, life, host, address, error, failure_count,
+SELECT served, number, state, lifetime, host, address, error, failure_count,
        extract(epoch FROM clock_timestamp() - changed_at)::float8,
        extract(epoch FROM clock_timestamp() - ready_at)::float8,
        coalesce(extract(epoch FROM retry_at - clock_timestamp())::float8, 0),
@@ -146,7 +146,7 @@ SELECT process_id, demands
 FROM replica_demands
 WHERE written_at > clock_timestamp() - interval '{DEMAND_EXPIRES}'
 """
-SELECT_HOSTS = f"""
+SELECT_MACHINES = f"""
 SELECT DISTINCT host
 FROM replica_demands
 WHERE written_at > clock_timestamp() - interval '{DEMAND_EXPIRES}'
@@ -156,29 +156,31 @@ DELETE FROM replica_demands
 WHERE written_at < clock_timestamp() - 10 * interval '{DEMAND_EXPIRES}'
 """
 LOCK = "SELECT pg_try_advisory_lock(%s)"
-# A start from nothing has a new life; a lifetime begins with it, and with waking up.
+# A start from nothing has a new lifetime; a lifetime begins with it, and with waking up.
 START = """
 WITH started AS (
-    INSERT INTO launched_replicas AS r (served, number, state, life, host)
+    INSERT INTO launched_replicas AS r (served, number, state, lifetime, host)
     VALUES (%(served)s, %(number)s, 'starting', gen_random_uuid(), %(host)s)
     ON CONFLICT (served, number) DO UPDATE
-    SET state = 'starting', life = excluded.life, host = excluded.host, address = '', error = '',
+    SET state = 'starting', lifetime = excluded.lifetime, host = excluded.host,
+        address = '', error = '',
         changed_at = clock_timestamp(), ready_at = NULL, retry_at = NULL
-    WHERE r.life = %(life)s AND r.state = %(before)s
-    RETURNING served, number, life
+    WHERE r.lifetime = %(lifetime)s AND r.state = %(before)s
+    RETURNING served, number, lifetime
 )
-INSERT INTO replica_lifetimes (served, number, life, cost_per_hour)
-SELECT served, number, life, %(cost_per_hour)s FROM started
+INSERT INTO replica_runs (served, number, lifetime, cost_per_hour)
+SELECT served, number, lifetime, %(cost_per_hour)s FROM started
 """
 WAKE = """
 WITH woken AS (
     UPDATE launched_replicas
     SET state = 'waking', error = '', changed_at = clock_timestamp(), ready_at = NULL
-    WHERE served = %(served)s AND number = %(number)s AND life = %(life)s AND state = %(before)s
-    RETURNING served, number, life
+    WHERE served = %(served)s AND number = %(number)s
+      AND lifetime = %(lifetime)s AND state = %(before)s
+    RETURNING served, number, lifetime
 )
-INSERT INTO replica_lifetimes (served, number, life, cost_per_hour)
-SELECT served, number, life, %(cost_per_hour)s FROM woken
+INSERT INTO replica_runs (served, number, lifetime, cost_per_hour)
+SELECT served, number, lifetime, %(cost_per_hour)s FROM woken
 """
 # The lifetime of a row ends when its server has ended, or sleeps.
 CHANGE = """
@@ -199,10 +201,11 @@ WITH changed AS (
             THEN round(extract(epoch FROM clock_timestamp() - changed_at) * 1000)::bigint
             ELSE load_ms
         END
-    WHERE served = %(served)s AND number = %(number)s AND life = %(life)s AND state = %(before)s
-    RETURNING served, number, life, state, ready_at
+    WHERE served = %(served)s AND number = %(number)s
+      AND lifetime = %(lifetime)s AND state = %(before)s
+    RETURNING served, number, lifetime, state, ready_at
 )
-UPDATE replica_lifetimes l
+UPDATE replica_runs l
 SET ready_at = coalesce(l.ready_at, c.ready_at),
     ended_at = CASE
         WHEN c.state IN ('stopped', 'failed', 'sleeping') THEN clock_timestamp()
@@ -213,7 +216,7 @@ SET ready_at = coalesce(l.ready_at, c.ready_at),
         ELSE ''
     END
 FROM changed c
-WHERE l.served = c.served AND l.number = c.number AND l.life = c.life AND l.ended_at IS NULL
+WHERE l.served = c.served AND l.number = c.number AND l.lifetime = c.lifetime AND l.ended_at IS NULL
 """
 NOTIFY = "SELECT pg_notify(%s, %s)"
 
@@ -276,7 +279,7 @@ class LaunchConnection:
 
     async def hosts(self) -> set[str]:
         """Return the machines with live processes."""
-        return {host for (host,) in await self._all(SELECT_HOSTS)}
+        return {host for (host,) in await self._all(SELECT_MACHINES)}
 
     async def apply(self, move: Move) -> None:
         """Change a state, if it is still the one that the move expects. For the scaler only."""
@@ -285,7 +288,7 @@ class LaunchConnection:
             "served": move.served,
             "number": move.number,
             "host": self.host,
-            "life": move.life,
+            "lifetime": move.lifetime,
             "before": move.before and move.before.value,
             "after": move.after.value,
             "address": move.address,

@@ -80,7 +80,7 @@ UPDATED = frozenset(
         "receipt_chains",
         "replica_demands",
         "replica_drains",
-        "replica_lifetimes",
+        "replica_runs",
         "replica_rentals",
         "stripe_events",
         "stripe_invoices",

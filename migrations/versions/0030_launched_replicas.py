@@ -15,7 +15,7 @@ CREATE TABLE launched_replicas (
     served text,
     number int,
     state text NOT NULL,
-    life uuid NOT NULL,
+    lifetime uuid NOT NULL,
     host text NOT NULL,
     address text DEFAULT '' NOT NULL,
     error text DEFAULT '' NOT NULL,
@@ -44,19 +44,19 @@ CREATE UNLOGGED TABLE replica_demands (
 );
 
 -- Times for which replicas ran, to compute what they cost.
-CREATE TABLE replica_lifetimes (
-    id bigint GENERATED ALWAYS AS IDENTITY CONSTRAINT pk_replica_lifetimes PRIMARY KEY,
+CREATE TABLE replica_runs (
+    id bigint GENERATED ALWAYS AS IDENTITY CONSTRAINT pk_replica_runs PRIMARY KEY,
     served text NOT NULL,
     number int NOT NULL,
-    life uuid NOT NULL,
+    lifetime uuid NOT NULL,
     cost_per_hour numeric NOT NULL,
     started_at timestamptz DEFAULT clock_timestamp() NOT NULL,
     ready_at timestamptz,
     ended_at timestamptz,
     end_reason text DEFAULT '' NOT NULL,
-    CONSTRAINT ck_replica_lifetimes_cost_not_negative CHECK (cost_per_hour >= 0)
+    CONSTRAINT ck_replica_runs_cost_not_negative CHECK (cost_per_hour >= 0)
 );
-CREATE UNIQUE INDEX uq_replica_lifetimes_open ON replica_lifetimes (served, number)
+CREATE UNIQUE INDEX uq_replica_runs_open ON replica_runs (served, number)
     WHERE ended_at IS NULL;
 """
 
@@ -66,4 +66,4 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    op.execute("DROP TABLE replica_lifetimes, replica_demands, launched_replicas")
+    op.execute("DROP TABLE replica_runs, replica_demands, launched_replicas")

@@ -71,7 +71,7 @@ async def cluster(
 
 
 def replica(number: int = 1) -> LaunchedId:
-    return LaunchedId("chat", number, "life")
+    return LaunchedId("chat", number, "lifetime")
 
 
 @pytest.mark.parametrize("group", PATHS)

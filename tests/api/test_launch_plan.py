@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from api.fleet.launch_plan import LaunchTerms, Pool, Wanted, merged, plan
 from metering.control.launches import Demand, Key, LaunchedRow, LaunchState
 
-LIFE = uuid.UUID(int=1)
+LIFETIME = uuid.UUID(int=1)
 POOLS = {"gpus": Pool(2)}
 TERMS = {
     "a": LaunchTerms("gpus"),
@@ -28,7 +28,7 @@ def row(served: str, state: str, number: int = 0, **values: float) -> LaunchedRo
         served,
         number,
         LaunchState(state),
-        LIFE,
+        LIFETIME,
         host="here",
         address="",
         error="",
@@ -135,7 +135,7 @@ def test_a_replica_is_idle_only_if_it_is_for_all() -> None:
 
 names = st.tuples(st.sampled_from(sorted(TERMS)), st.integers(0, 2))
 wanteds = st.builds(
-    Wanted, st.floats(0, 100), st.one_of(st.none(), st.floats(0, 100)), st.just([LIFE])
+    Wanted, st.floats(0, 100), st.one_of(st.none(), st.floats(0, 100)), st.just([LIFETIME])
 )
 
 

@@ -1,4 +1,4 @@
-"""Launchers in a fleet file: what is read, and the errors for errors."""
+"""Launchers in a fleet file: their values, and the errors for mistakes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from inference.launchers.kubernetes import KubernetesLauncher, KubernetesTerms
 from inference.launchers.process import ProcessLauncher, ProcessTerms
 from inference.launchers.vllm_sleep import SleepTerms
 
+DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "reference" / "fleet.md"
 FILE = Path("/srv/weir/fleet.yaml")
 MODEL = "models: {chat: {directory: d, engine: remote, REST}}"
 SHORT = {
@@ -86,6 +87,20 @@ def test_each_mistake_is_named_with_the_remedy(mistake: str) -> None:
 
     for error in expected:
         assert error.strip() in str(refused.value)
+
+
+def test_the_example_of_the_documentation_is_read() -> None:
+    [example] = re.findall(r"```yaml\n(# launched.yaml\n.*?)```", DOCUMENT.read_text(), re.S)
+
+    fleet = parse_fleet(example, FILE)
+
+    kinds = [
+        type(version.launcher.servers)
+        for model in fleet.models
+        for version in model.versions
+        if version.launcher is not None
+    ]
+    assert kinds == [ProcessTerms, CommandTerms, KubernetesTerms]
 
 
 def launcher(text: str) -> FleetLauncher:

@@ -18,7 +18,7 @@ from inference.launchers.launcher import LaunchedId, LaunchFailed
 from inference.launchers.process import ProcessLauncher, ProcessTerms
 from inference.launchers.vllm_sleep import SleepTerms
 
-REPLICA = LaunchedId("chat@v1", 0, "life-1")
+REPLICA = LaunchedId("chat@v1", 0, "lifetime-1")
 # Serves on a port with vLLM's calls for sleep, and notes its start and the calls.
 SERVER = textwrap.dedent(
     """
@@ -114,17 +114,19 @@ async def test_two_scalers_at_once_start_one_server(world: World) -> None:
     assert world.notes == ["start"]
 
 
-async def test_a_start_ends_the_server_of_an_earlier_life(world: World) -> None:
-    """So a late scaler's server does not stay beside the new one."""
-    launcher, next_life = world.launcher(), LaunchedId("chat@v1", 0, "life-2")
+async def test_a_start_ends_the_server_of_an_earlier_lifetime(world: World) -> None:
+    """The server of a late scaler does not stay beside the new one."""
+    launcher, next_lifetime = world.launcher(), LaunchedId("chat@v1", 0, "lifetime-2")
     await launcher.start(REPLICA)
     pid = world.pid()
 
-    address = await launcher.start(next_life)
+    address = await launcher.start(next_lifetime)
     await launcher.stop(REPLICA)
 
     assert world.pid() != pid
-    assert await launcher.runs(next_life, address), "a late stop of the first life ends nothing"
+    assert await launcher.runs(next_lifetime, address), (
+        "a late stop of the first lifetime ends nothing"
+    )
     assert not await launcher.runs(REPLICA, address)
     assert world.notes == ["start", "start"]
 

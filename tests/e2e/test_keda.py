@@ -118,7 +118,7 @@ async def values(scaler: Any) -> dict[str, float]:
     return found
 
 
-async def test_any_process_tells_what_waits_in_all_of_them(services: list[Service]) -> None:
+async def test_any_process_answers_for_all_of_them(services: list[Service]) -> None:
     one, other = services
     tenant = await one.tenant()
     async with client(other) as scaler, one.stream(tenant.secret) as first:
@@ -154,9 +154,9 @@ async def test_any_process_tells_what_waits_in_all_of_them(services: list[Servic
 async def test_targets_come_from_the_metadata(services: list[Service]) -> None:
     async with client(services[0]) as scaler:
         usual = (await scaler.GetMetricSpec(scaled())).metricSpecs
-        asked = scaled(waitingTokens="2000", runningRequestsFromEnv="7.5")
-        chosen = await scaler.GetMetricSpec(asked)
-        streamed = await anext(aiter(scaler.StreamMetricSpec(asked)))
+        reference = scaled(waitingTokens="2000", runningRequestsFromEnv="7.5")
+        chosen = await scaler.GetMetricSpec(reference)
+        streamed = await anext(aiter(scaler.StreamMetricSpec(reference)))
 
     assert [(each.metricName, each.targetSizeFloat) for each in usual] == [("waitingRequests", 1.0)]
     assert {each.metricName: each.targetSizeFloat for each in chosen.metricSpecs} == {

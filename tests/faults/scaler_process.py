@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from api.fleet.launch_plan import LaunchTerms
 from api.fleet.launching import LaunchedVersion, Launching
-from inference.adapters.launched_place import Place
+from inference.adapters.launched_replica import LaunchedReplica
 from inference.launchers.launcher import LaunchedId
 from inference.launchers.process import ProcessLauncher, ProcessTerms
 from inference.routing.on_demand import ManagedEngine
@@ -57,14 +57,14 @@ def run(database_url: str, directory: str) -> None:
 async def serve(database_url: str, directory: Path) -> None:
     command = (sys.executable, "-ISc", SERVER, "{port}", str(directory / "starts"))
     terms = ProcessTerms(command, "vllm://127.0.0.1:{port}", stop_timeout_s=2.0)
-    place, process_id = Place(SERVED, 0), uuid.uuid4()
-    launched = LaunchedVersion(SERVED, SlowLauncher(terms, directory / "launched"), LaunchTerms())
+    launched, process_id = LaunchedReplica(SERVED, 0), uuid.uuid4()
+    version = LaunchedVersion(SERVED, SlowLauncher(terms, directory / "launched"), LaunchTerms())
     (directory / f"process-{os.getpid()}").write_text(str(process_id))
-    launched.members.append((place, cast(ManagedEngine, cast(Any, WantingEngine()))))
+    version.members.append((launched, cast(ManagedEngine, cast(Any, WantingEngine()))))
     launching = Launching(database_url, process_id)
-    launching.become([launched], {})
+    launching.become([version], {})
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(launching.run())
         while True:
-            place.want() if (directory / "wanted").exists() else place.leave()
+            launched.want() if (directory / "wanted").exists() else launched.leave()
             await asyncio.sleep(POLL_S)

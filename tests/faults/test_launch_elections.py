@@ -124,6 +124,6 @@ def test_a_killed_scaler_starts_nothing_twice(scalers: Scalers) -> None:
         scalers.start()
     print("killed during:", killed_during)
     lifetimes = ask(
-        scalers.database_url, "SELECT count(*), count(ended_at) FROM replica_lifetimes"
+        scalers.database_url, "SELECT count(*), count(ended_at) FROM replica_runs"
     ).fetchone()
     assert lifetimes == (TRY_COUNT, TRY_COUNT)

@@ -1,4 +1,4 @@
-"""Models whose servers a launcher starts on demand: one start for all who wait, whoever dies."""
+"""Models whose servers start on demand: one start for all requests, even if processes die."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def test_all_who_wait_are_served_by_one_start(
 
     assert start_count(tmp_path) == 1
     await until(lambda: states(service) == {0: "stopped"}, "the idle server to stop")
-    [lifetime] = service.database.rows("SELECT * FROM replica_lifetimes")
+    [lifetime] = service.database.rows("SELECT * FROM replica_runs")
     assert lifetime["started_at"] < lifetime["ready_at"] < lifetime["ended_at"]
     assert lifetime["end_reason"] == "stopped"
     check_invariants(service.database_url, all_ended=False)
@@ -172,10 +172,10 @@ async def test_one_start_when_the_scaler_is_killed_during_it(
 
     assert start_count(tmp_path) == 1
     await until(lambda: states(other) == {0: "stopped"}, "the idle server to stop")
-    assert len(other.database.rows("SELECT * FROM replica_lifetimes")) == 1
+    assert len(other.database.rows("SELECT * FROM replica_runs")) == 1
 
 
-async def test_a_start_that_fails_is_told_to_all_who_wait(
+async def test_a_start_that_fails_ends_all_requests_that_wait(
     launch: Start, fleet: Fleet, tmp_path: Path
 ) -> None:
     """Operators see why; the next request after the delay starts the server again."""
@@ -215,7 +215,7 @@ async def test_a_server_that_dies_is_started_again(
     assert finished.usage.delivered_token_count == 5
     reasons = [
         row["end_reason"]
-        for row in service.database.rows("SELECT end_reason FROM replica_lifetimes ORDER BY id")
+        for row in service.database.rows("SELECT end_reason FROM replica_runs ORDER BY id")
     ]
     assert reasons == ["its server has ended soon after its start", ""]
     # The last api process stops its servers.
@@ -256,7 +256,7 @@ async def test_a_server_sleeps_and_wakes_for_the_next_request(
     await until(lambda: states(service) == {0: "stopped"}, "the end of a long sleep")
     assert not pid.exists()
     lifetimes = service.database.rows(
-        "SELECT end_reason, ready_at <= ended_at AS ended FROM replica_lifetimes ORDER BY id"
+        "SELECT end_reason, ready_at <= ended_at AS ended FROM replica_runs ORDER BY id"
     )
     assert lifetimes == [{"end_reason": "sleeping", "ended": True}] * 2
 

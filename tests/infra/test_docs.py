@@ -27,6 +27,7 @@ from api.core.settings import Settings
 from api.core.statuses import KINDS, reason_of
 from api.openai.error_responses import FAULT_REASONS, error_response
 from common.settings import settings_of
+from inference.launchers.launcher import VARIABLES
 from inference.workers.protocol import FAMILY
 from infra import reference
 from metering.export.export_settings import (
@@ -130,8 +131,8 @@ def test_the_reference_has_every_setting() -> None:
     }
 
     assert len(named) == len(set(named))
-    # Not for operators: they mark the processes of a worker and of `weir up`.
-    read -= {FAMILY, HELD, ROLE, STACK_HOME, STACK_PART}
+    # Not for operators: they mark the processes of a worker and of `weir up`, or tell scripts.
+    read -= {FAMILY, HELD, ROLE, STACK_HOME, STACK_PART, *VARIABLES}
     assert {spec.metadata["variable"] for _, spec in settings_of(Settings)} | read == {
         name for name in named if name.startswith("WEIR_")
     }

@@ -1,6 +1,6 @@
-"""What one api process wants of a launched replica, and what it knows of it.
+"""Demand of one api process for a launched replica, and the state that it has read.
 
-An engine wants its place while it serves. The scaler of all processes decides what happens; this
+An engine wants its replica while it serves. The scaler of all processes decides what happens; this
 process only follows.
 """
 
@@ -17,7 +17,7 @@ WAITING = "waiting until there is room for its server"
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What is known of a replica.
+    """Known state of a replica.
 
     `address` is empty unless its server takes requests. `failure` says why no start is tried now.
     `loading_since_s` is on the monotonic clock; None unless the server starts. `load_time_s` is the
@@ -31,7 +31,7 @@ class Standing:
     load_time_s: float = 0.0
 
 
-class Place:
+class LaunchedReplica:
     """Replica `number` of a model or version, as seen by this process."""
 
     def __init__(
