@@ -82,8 +82,8 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "TypeScript client": (("sdk/typescript/",), 6_565),
     "benchmarks": (("bench/",), 10_945),
     "demo": (("demo/",), 4_535),
-    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_646),
-    "tests": (("tests/",), 123_929),
+    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_667),
+    "tests": (("tests/",), 124_294),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")
