@@ -108,6 +108,27 @@ PEERS = {
             "test_edge",
         ),
         Peer(
+            "helm",
+            "helm-python-sdk",
+            ("install helm-python-sdk==0.2.2 kubernetes-validate==1.37.0",),
+            ("tests/infra/test_chart.py",),
+            "test_chart",
+            needs=("kubernetes_models",),
+        ),
+        Peer(
+            "kubernetes_models",
+            "@kubernetes-models/keda",
+            (
+                "install --no-audit --no-fund @kubernetes-models/keda@2.0.0"
+                " @kubernetes-models/gateway-api@2.0.0"
+                " @kubernetes-models/prometheus-operator@6.0.0",
+            ),
+            ("tests/infra/test_chart.py",),
+            "custom",
+            needs=("helm",),
+            manager="npm",
+        ),
+        Peer(
             "agents",
             "@anthropic-ai/claude-code",
             (

@@ -65,6 +65,7 @@ NOT_RUN = {
     ): "needs GPUs; tests/inference/test_real_dynamo.py runs simulated workers",
     ("docs/how-to/deploy.md", "docker compose"): "needs Docker; tests/test_images.py has the files",
     ("docs/how-to/deploy.md", "pip download"): "downloads all dependencies",
+    ("docs/how-to/kubernetes.md", "kubectl create"): "needs a cluster; test_chart.py has the chart",
     ("docs/how-to/monitor.md", "pip install"): "needs a collector; tests/e2e/test_spans.py has one",
     ("docs/how-to/prove-the-ledger.md", "weir chaos"): "takes minutes; tests/faults/test_chaos.py",
     ("docs/how-to/scale-out.md", "export WEIR_HOME"): "needs two machines; test_peer_port.py",
