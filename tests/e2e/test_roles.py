@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import uuid
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import aiohttp
+import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from grpc import StatusCode
-from weir.v1 import types_pb2
+from weir.v1 import types_pb2, usage_reports_pb2
 
 from metering.core.models import QuotaDimension
 from tests.calls import Calls, calls
@@ -226,6 +228,34 @@ async def test_a_foreign_object_is_refused_like_one_that_does_not_exist(
                 compared += 1
 
     assert compared > 100, "a walk that finds nothing proves nothing"
+
+
+async def test_a_page_token_of_another_organization_shows_nothing_of_it(
+    service: Service,
+) -> None:
+    own, foreign = await service.tenant(), await service.tenant()
+    (_, mine), (_, theirs) = [await role(service, each, "owner") for each in (own, foreign)]
+    names = [f"user-{uuid.uuid4().hex}" for _ in range(3)]
+    async with service.stream(own.secret) as stream:
+        for name in names:
+            await stream.finished(await stream.begin(max_output_tokens=1, end_user=name))
+    month = f"{datetime.now(UTC):%Y-%m}"
+    by_user = [usage_reports_pb2.USAGE_GROUPING_END_USER]
+    lists: dict[str, dict[str, Any]] = {
+        "ListEndUsers": {},
+        "ListReceipts": {"month": month},
+        "GetUsage": {"month": month, "group_by": by_user},
+    }
+
+    async with calls(service, mine) as owner, calls(service, theirs) as stranger:
+        for method, fields in lists.items():
+            page = await owner(method, organization=own.name, page_size=1, **fields)
+            assert page.next_page_token, method
+            fields |= {"organization": foreign.name, "page_token": page.next_page_token}
+            with contextlib.suppress(grpc.aio.AioRpcError):  # a refusal shows nothing either
+                shown = (await stranger(method, **fields)).SerializeToString()
+                marks = (*names, str(own.organization_id), str(own.key.id))
+                assert not any(each.encode() in shown for each in marks), method
 
 
 PATHS = ("chat/completions", "completions", "responses", "embeddings", "messages")
