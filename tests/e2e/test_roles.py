@@ -39,7 +39,7 @@ async def role(service: Service, tenant: Tenant, name: str, **terms: Any) -> tup
     return key.prefix, secret
 
 
-async def test_a_customer_looks_after_itself(service: Service) -> None:
+async def test_a_customer_manages_its_own_keys(service: Service) -> None:
     """From the owner's key to a developer's program, limits, webhook, bills and the audit log."""
     tenant = await service.tenant({QuotaDimension.REQUESTS_PER_DAY: 5})
     _, secret = await role(service, tenant, "owner")
@@ -47,7 +47,7 @@ async def test_a_customer_looks_after_itself(service: Service) -> None:
         await owner("CreateProject", organization=tenant.name, name="apps")
         of_apps = {"organization": tenant.name, "project": "apps"}
         made = await owner("CreateApiKey", **of_apps, name="dev", role="developer")
-        finance = await owner("CreateApiKey", **of_apps, name="books", role="finance")
+        finance = await owner("CreateApiKey", **of_apps, name="accounting", role="finance")
         limit = await owner(
             "SetQuota",
             subject=ORGANIZATION,
@@ -86,11 +86,11 @@ async def test_a_customer_looks_after_itself(service: Service) -> None:
         await stream.finished(await stream.begin(max_output_tokens=1))
         limited = await stream.failed(await stream.begin(max_output_tokens=1))
         assert limited.reason == "QUOTA_EXCEEDED", "by the owner's limit"
-    async with calls(service, finance.secret) as books:
-        await books("SetBillingProfile", organization=tenant.name)
-        report = await books("GetMonthReport", organization=tenant.name, month="2025-10")
+    async with calls(service, finance.secret) as accounting:
+        await accounting("SetBillingProfile", organization=tenant.name)
+        report = await accounting("GetMonthReport", organization=tenant.name, month="2025-10")
         assert report.organization_name == tenant.name
-        refusal = await books.refused("SetQuota")
+        refusal = await accounting.refused("SetQuota")
         assert refusal.code is StatusCode.PERMISSION_DENIED
         assert re.search(
             "permission quotas.set of the scope admin, role owner", refusal.status.message
@@ -218,13 +218,13 @@ async def test_a_foreign_object_is_refused_like_one_that_does_not_exist(
                 answers = [
                     await call(channel, method, request, secret) for request in (theirs, none)
                 ]
-                told = [
+                shown = [
                     (each.code, each.reason, without_names(each.status.message, of))
                     if isinstance(each, Refusal)
                     else len(each) > 0
                     for each, of in zip(answers, (victim, nobody), strict=True)
                 ]
-                assert told[0] == told[1], method.full_name
+                assert shown[0] == shown[1], method.full_name
                 compared += 1
 
     assert compared > 100, "a walk that finds nothing proves nothing"
