@@ -23,25 +23,18 @@ ORGANIZATION = "(SELECT current_setting('weir.organization')::uuid)"
 PROJECT = "(SELECT nullif(current_setting('weir.project', true), '')::uuid)"
 IN_ORGANIZATION = f"organization_id = {ORGANIZATION}"
 IN_PROJECT = f"{IN_ORGANIZATION} AND ({PROJECT} IS NULL OR project_id = {PROJECT})"
-
-
-def among(column: str, view: str, key: str = "id") -> str:
-    return f"{column} IN (SELECT {key} FROM {SCHEMA}.{view})"
-
-
-def referred(field: str) -> str:
-    """Return the condition that the object of an audit entry belongs to the organization."""
-    return f"coalesce(after, before) ->> '{field}' IN (SELECT id::text FROM {SCHEMA}.subjects)"
-
-
+# A column among the values of another one of a view
+AMONG = "{} IN (SELECT {} FROM organization_border.{})"
+# A field of an audit entry that refers to the organization or an object in it
+REFERRED = "coalesce(after, before) ->> '{}' IN (SELECT id::text FROM organization_border.subjects)"
 # Views in an order in which each refers to earlier ones only
 OWN: dict[str, str] = {
     "organizations": f"id = {ORGANIZATION}",
     "projects": f"{IN_ORGANIZATION} AND ({PROJECT} IS NULL OR id = {PROJECT})",
-    "api_keys": among("project_id", "projects"),
-    "api_key_uses": among("api_key_id", "api_keys"),
-    "superseded_secrets": among("api_key_id", "api_keys"),
-    "receipt_chains": among("project_id", "projects"),
+    "api_keys": AMONG.format("project_id", "id", "projects"),
+    "api_key_uses": AMONG.format("api_key_id", "id", "api_keys"),
+    "superseded_secrets": AMONG.format("api_key_id", "id", "api_keys"),
+    "receipt_chains": AMONG.format("project_id", "id", "projects"),
     **dict.fromkeys(("holds", "usage_events", "usage_days", "retired_receipts"), IN_PROJECT),
     **dict.fromkeys(
         (
@@ -56,27 +49,27 @@ OWN: dict[str, str] = {
         IN_ORGANIZATION,
     ),
     "price_versions": f"organization_id IS NULL OR {IN_ORGANIZATION}",
-    "plan_versions": among("id", "plan_assignments", "plan_version_id"),
-    "credit_applications": among("grant_id", "credit_grants"),
-    "adjustment_decisions": among("adjustment_id", "adjustments"),
-    "usage_corrections": among("adjustment_id", "adjustments"),
-    "invoice_lines": among("invoice_id", "invoices"),
-    "invoice_letterheads": among("invoice_id", "invoices"),
-    "ledger_entries": among("transaction_id", "ledger_transactions"),
-    "resale_statement_lines": among("statement_id", "resale_statements"),
-    "quotas": among("coalesce(within_id, subject_id)", "subjects"),
-    "quota_counters": among("quota_id", "quotas"),
-    "quota_checkpoints": among("quota_id", "quotas"),
+    "plan_versions": AMONG.format("id", "plan_version_id", "plan_assignments"),
+    "credit_applications": AMONG.format("grant_id", "id", "credit_grants"),
+    "adjustment_decisions": AMONG.format("adjustment_id", "id", "adjustments"),
+    "usage_corrections": AMONG.format("adjustment_id", "id", "adjustments"),
+    "invoice_lines": AMONG.format("invoice_id", "id", "invoices"),
+    "invoice_letterheads": AMONG.format("invoice_id", "id", "invoices"),
+    "ledger_entries": AMONG.format("transaction_id", "id", "ledger_transactions"),
+    "resale_statement_lines": AMONG.format("statement_id", "id", "resale_statements"),
+    "quotas": AMONG.format("coalesce(within_id, subject_id)", "id", "subjects"),
+    "quota_counters": AMONG.format("quota_id", "id", "quotas"),
+    "quota_checkpoints": AMONG.format("quota_id", "id", "quotas"),
     "audit_log": (
         # An operator's key belongs to some organization, and changes others.
         f"actor_organization_id = {ORGANIZATION} AND actor_role <> 'operator'"
         f" OR subject_id IN (SELECT id::text FROM {SCHEMA}.subjects)"
-        f" OR {' OR '.join(map(referred, ('organization_id', 'project_id', 'subject_id')))}"
+        f" OR {' OR '.join(map(REFERRED.format, ('organization_id', 'project_id', 'subject_id')))}"
     ),
 }
 # Views over views of the tables, for reading only
 READ: dict[str, str] = {
-    "quota_terms": among("coalesce(within_id, subject_id)", "subjects"),
+    "quota_terms": AMONG.format("coalesce(within_id, subject_id)", "id", "subjects"),
     "usage_sums": IN_PROJECT,
 }
 OF_SERVICE = (

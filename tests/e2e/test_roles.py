@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import uuid
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import aiohttp
+import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from grpc import StatusCode
-from weir.v1 import types_pb2
+from weir.v1 import types_pb2, usage_reports_pb2
 
 from metering.core.models import QuotaDimension
 from tests.calls import Calls, calls
@@ -37,7 +39,7 @@ async def role(service: Service, tenant: Tenant, name: str, **terms: Any) -> tup
     return key.prefix, secret
 
 
-async def test_a_customer_looks_after_itself(service: Service) -> None:
+async def test_a_customer_manages_its_own_keys(service: Service) -> None:
     """From the owner's key to a developer's program, limits, webhook, bills and the audit log."""
     tenant = await service.tenant({QuotaDimension.REQUESTS_PER_DAY: 5})
     _, secret = await role(service, tenant, "owner")
@@ -45,7 +47,7 @@ async def test_a_customer_looks_after_itself(service: Service) -> None:
         await owner("CreateProject", organization=tenant.name, name="apps")
         of_apps = {"organization": tenant.name, "project": "apps"}
         made = await owner("CreateApiKey", **of_apps, name="dev", role="developer")
-        finance = await owner("CreateApiKey", **of_apps, name="books", role="finance")
+        finance = await owner("CreateApiKey", **of_apps, name="accounting", role="finance")
         limit = await owner(
             "SetQuota",
             subject=ORGANIZATION,
@@ -84,11 +86,11 @@ async def test_a_customer_looks_after_itself(service: Service) -> None:
         await stream.finished(await stream.begin(max_output_tokens=1))
         limited = await stream.failed(await stream.begin(max_output_tokens=1))
         assert limited.reason == "QUOTA_EXCEEDED", "by the owner's limit"
-    async with calls(service, finance.secret) as books:
-        await books("SetBillingProfile", organization=tenant.name)
-        report = await books("GetMonthReport", organization=tenant.name, month="2025-10")
+    async with calls(service, finance.secret) as accounting:
+        await accounting("SetBillingProfile", organization=tenant.name)
+        report = await accounting("GetMonthReport", organization=tenant.name, month="2025-10")
         assert report.organization_name == tenant.name
-        refusal = await books.refused("SetQuota")
+        refusal = await accounting.refused("SetQuota")
         assert refusal.code is StatusCode.PERMISSION_DENIED
         assert re.search(
             "permission quotas.set of the scope admin, role owner", refusal.status.message
@@ -216,16 +218,44 @@ async def test_a_foreign_object_is_refused_like_one_that_does_not_exist(
                 answers = [
                     await call(channel, method, request, secret) for request in (theirs, none)
                 ]
-                told = [
+                shown = [
                     (each.code, each.reason, without_names(each.status.message, of))
                     if isinstance(each, Refusal)
                     else len(each) > 0
                     for each, of in zip(answers, (victim, nobody), strict=True)
                 ]
-                assert told[0] == told[1], method.full_name
+                assert shown[0] == shown[1], method.full_name
                 compared += 1
 
     assert compared > 100, "a walk that finds nothing proves nothing"
+
+
+async def test_a_page_token_of_another_organization_shows_nothing_of_it(
+    service: Service,
+) -> None:
+    own, foreign = await service.tenant(), await service.tenant()
+    (_, mine), (_, theirs) = [await role(service, each, "owner") for each in (own, foreign)]
+    names = [f"user-{uuid.uuid4().hex}" for _ in range(3)]
+    async with service.stream(own.secret) as stream:
+        for name in names:
+            await stream.finished(await stream.begin(max_output_tokens=1, end_user=name))
+    month = f"{datetime.now(UTC):%Y-%m}"
+    by_user = [usage_reports_pb2.USAGE_GROUPING_END_USER]
+    lists: dict[str, dict[str, Any]] = {
+        "ListEndUsers": {},
+        "ListReceipts": {"month": month},
+        "GetUsage": {"month": month, "group_by": by_user},
+    }
+
+    async with calls(service, mine) as owner, calls(service, theirs) as stranger:
+        for method, fields in lists.items():
+            page = await owner(method, organization=own.name, page_size=1, **fields)
+            assert page.next_page_token, method
+            fields |= {"organization": foreign.name, "page_token": page.next_page_token}
+            with contextlib.suppress(grpc.aio.AioRpcError):  # a refusal shows nothing either
+                shown = (await stranger(method, **fields)).SerializeToString()
+                marks = (*names, str(own.organization_id), str(own.key.id))
+                assert not any(each.encode() in shown for each in marks), method
 
 
 PATHS = ("chat/completions", "completions", "responses", "embeddings", "messages")
