@@ -100,8 +100,9 @@ def share_compiled_statements() -> None:
     kind.__eq__ = lambda one, other: type(one) is type(other)
     kind.__hash__ = lambda one: hash(type(one))
     shared = {"compiled_cache": LRUCache[Any, Any](COMPILED_MAX)}
-    db.create_async_engine = functools.partial(  # type: ignore[attr-defined]
-        db.create_async_engine, execution_options=shared
+    engines: Any = db
+    engines.create_async_engine = functools.partial(
+        engines.create_async_engine, execution_options=shared
     )
 
 
