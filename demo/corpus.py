@@ -159,11 +159,6 @@ def evaluation_small_talk(seed: int) -> Case:
     return Case(Found(), SYSTEM_PROMPT, "", (small_talk.draw_small_talk(rng, listings=False),))
 
 
-def reference_case(seed: int) -> Case:
-    """Return a case of the reference workload: one choice among twelve, not of exact length."""
-    return _draw_reference(Random(f"reference {seed}"))
-
-
 def _draw_reference(rng: Random) -> Case:
     while True:
         hotels = draw_hotels(rng, _REFERENCE_HOTEL_COUNT, Split.EVAL)

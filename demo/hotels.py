@@ -53,11 +53,6 @@ class Hotel:
         return f"[{self.index}] {self.name}"
 
     @property
-    def citation(self) -> str:
-        """Name of the hotel, then its number as the source, for a hotel that the guest named."""
-        return f"{self.name} [{self.index}]"
-
-    @property
     def cost(self) -> str:
         return f"${self.price} a night"
 

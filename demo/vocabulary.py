@@ -480,20 +480,7 @@ THINGS = (
     "invoice", "project", "server", "database", "network", "music", "movie", "game", "river",
     "mountain", "cat", "dog", "bird", "tree", "flower", "house", "school", "doctor", "team",
 )  # fmt: skip
-QUALITIES = (
-    "red", "blue", "green", "black", "white", "small", "large", "new", "old", "fast", "slow",
-    "cheap", "open", "closed", "active", "pending", "done", "high", "low", "medium", "good", "bad",
-    "positive", "negative", "neutral", "simple", "urgent", "free", "public", "private", "final",
-)  # fmt: skip
 VERBS = (
     "add", "read", "write", "open", "close", "call", "check", "mix", "send", "find", "book", "plan",
     "clean", "move", "buy", "count", "start", "stop", "update", "review", "visit", "compare",
-)  # fmt: skip
-GLUE = ("the", "a", "and", "of", "in", "for", "with", "to", "is", "very", "not", "on", "at")
-KEY_NOUNS = (
-    "owner", "label", "value", "item", "result", "option", "detail", "level", "group", "source",
-    "target", "text", "note", "code", "kind", "size", "place", "task", "event", "order", "unit",
-    "weight", "speed", "state", "region", "color", "brand", "model", "version", "author", "topic",
-    "section", "language", "reason", "answer", "question", "summary", "step", "goal", "skill",
-    "score", "rank", "index", "limit", "total", "amount", "balance", "account", "message", "reply",
 )  # fmt: skip

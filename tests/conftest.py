@@ -24,9 +24,11 @@ import pytest
 import structlog
 from psycopg import sql
 from sqlalchemy import make_url
+from sqlalchemy.dialects.postgresql.psycopg import PGDialectAsync_psycopg
+from sqlalchemy.util import LRUCache
 
 from inference.workers import process
-from metering.store import embedded_postgres
+from metering.store import db, embedded_postgres
 from metering.store.db import (
     Sessions,
     create_engine,
@@ -59,6 +61,7 @@ WITHOUT_DURABILITY = {
     "max_connections": "200",
 }
 APPLICATION_ROLE = "weir_test_application"
+COMPILED_MAX = 5000  # statements, several times as many as there are
 SCRATCH_MIN_BYTES = 2 * 1024**3  # the server, WAL, and some databases of 8 MB each
 
 PARSE = ast.parse
@@ -74,6 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
     No property test may fail because the machine is slow.
     """
     shared_directory()
+    share_compiled_statements()
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         config.args[:] = collection_order(
             Path(__file__).parent, getattr(config, "workerinput", {"workerid": "gw0"})
@@ -85,6 +89,21 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("weir")
     renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(processors=[*structlog.get_config()["processors"][:-1], renderer])
+
+
+def share_compiled_statements() -> None:
+    """Compile each statement once in a process, not once for each engine: each test has its own.
+
+    The caches of SQLAlchemy have the engine's dialect in their keys.
+    """
+    kind: Any = PGDialectAsync_psycopg
+    kind.__eq__ = lambda one, other: type(one) is type(other)
+    kind.__hash__ = lambda one: hash(type(one))
+    shared = {"compiled_cache": LRUCache[Any, Any](COMPILED_MAX)}
+    engines: Any = db
+    engines.create_async_engine = functools.partial(
+        engines.create_async_engine, execution_options=shared
+    )
 
 
 def collection_order(tests: Path, worker: Mapping[str, Any]) -> list[str]:

@@ -48,7 +48,6 @@ OUTSIDE = sorted([*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("sdk
 BLOCK = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
 COLUMNS_MAX, CELL_MAX = 100, 90
-SHELLS = ("sh", "bash", "console", "text")
 
 PATH = re.compile(
     r"`((?:api|bench|common|demo|docs|inference|infra|metering|migrations|proto|sdk|tests)/[\w./-]*)`"

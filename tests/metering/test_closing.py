@@ -477,11 +477,10 @@ async def test_an_invoice_may_have_very_many_lines(sessions: Sessions, customer:
             SELECT 'demo-' || n, {columns} FROM price_versions, generate_series(1, :count) n
             RETURNING id
         """)
-        for version in list((await session.scalars(copies, {"count": version_count})).all()):
-            of_version = replace(price, prices=replace(price.prices, version=version))
-            await add_usage(
-                session, customer, of_version, [Consumed(100, 10, 5, settled_at=OCTOBER)]
-            )
+        versions = (await session.scalars(copies, {"count": version_count})).all()
+        each_at = [replace(price, prices=replace(price.prices, version=each)) for each in versions]
+        used = [Consumed(100, 10, 5, settled_at=OCTOBER, price=each) for each in each_at]
+        await add_usage(session, customer, price, used)
 
     closed = await world.close("2025-10")
 

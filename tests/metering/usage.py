@@ -61,7 +61,7 @@ class Customer:
 class Consumed:
     """Usage of one request. cost_picos: None for the correct cost.
 
-    reasoning_token_count: part of the output.
+    reasoning_token_count: part of the output. price: None for that of the call that adds it.
     """
 
     input_token_count: int = 0
@@ -76,6 +76,7 @@ class Consumed:
     reasoning_token_count: int = 0
     end_user_id: uuid.UUID | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    price: ModelPrice | None = None
 
     @property
     def token_count(self) -> int:
@@ -154,7 +155,6 @@ async def new_limit(
         terms=QuotaTerms(limit_value, **terms),
         actor="test",
     )
-    return await set_price(session, terms, actor="test")
 
 
 async def mark_closed(session: AsyncSession, customer: Customer, month: date) -> None:
@@ -189,13 +189,14 @@ async def add_usage(
     rows: list[dict[str, Any]] = []
     for event in events:
         hold_id = event.hold_id or uuid.uuid4()
+        paid = event.price or price
         common = {
             "organization_id": customer.organization_id,
             "project_id": customer.key.project_id,
             "api_key_id": customer.key.id,
             "request_id": uuid.uuid4(),
-            "model": price.model,
-            "price_version_id": price.prices.version,
+            "model": paid.model,
+            "price_version_id": paid.prices.version,
             "labels": dict(event.labels) | (labels or {}),
             "end_user_id": event.end_user_id if subject is None else subject.id,
             "input_token_count": event.input_token_count,
@@ -231,7 +232,7 @@ async def add_usage(
                 "embedding_token_count": event.embedding_token_count,
                 "reasoning_token_count": event.reasoning_token_count,
                 "billed_reasoning_token_count": event.reasoning_token_count,
-                "cost_picos": event.cost(price),
+                "cost_picos": event.cost(paid),
                 "settled_at": event.settled_at,
             }
         )

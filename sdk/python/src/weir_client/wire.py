@@ -141,7 +141,6 @@ def numbers(kind: type[_Enum], descriptor: EnumDescriptor) -> dict[_Enum, Any]:
     }
 
 
-SUBJECT_NUMBERS = numbers(values.QuotaSubject, types_pb2.QuotaSubject.DESCRIPTOR)
 DIMENSION_NUMBERS = numbers(values.QuotaDimension, types_pb2.QuotaDimension.DESCRIPTOR)
 
 
