@@ -25,7 +25,7 @@ from demo.messages import Message
 from demo.scoring import Score, score
 from demo.tokenization import token_ids_of
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
-from inference.core.options import ComputeDtype
+from inference.core.options import ComputeDtype, KvDtype
 from inference.engine import (
     EngineFinishReason,
     GenerationRequest,
@@ -118,6 +118,7 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--precision", choices=get_args(ComputeDtype), default="float32")
+    parser.add_argument("--kv", choices=get_args(KvDtype), default="auto")
     arguments = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     cases = build_cases(tokenizer, arguments.cases, arguments.first_seed)
@@ -125,6 +126,7 @@ def main() -> None:
         arguments.model,
         "demo",
         compute_dtype=arguments.precision,
+        kv_dtype=arguments.kv,
         torch_thread_count=arguments.threads,
     )
     answers = asyncio.run(answer_all(settings, tokenizer, [case for _, case in cases]))

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jsonschema
 
@@ -18,6 +18,7 @@ from bench import engine_streams as streams
 from demo.evaluate import CASES_AT_ONCE
 from demo.messages import Call, Function, Line, Talk
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
+from inference.core.options import ComputeDtype, KvDtype
 from inference.engine import (
     EngineFinishReason,
     GenerationRequest,
@@ -365,10 +366,10 @@ def long_conversation(exchange_count: int) -> Talk:
     return Talk(tuple(lines))
 
 
-async def evaluate(model: Path, thread_count: int, show: bool) -> None:
+async def evaluate(settings: TorchEngineSettings, show: bool) -> None:
     """Print one line for each kind of request."""
-    tokenizer = Tokenizer(model)
-    engine = TorchEngine(TorchEngineSettings(model, "demo", torch_thread_count=thread_count))
+    tokenizer = Tokenizer(settings.directory)
+    engine = TorchEngine(settings)
 
     def report(kind: str, outputs: Sequence[Output], *marks: tuple[str, Sequence[bool]]) -> None:
         counts = ", ".join(f"{sum(values)} {name}" for name, values in marks)
@@ -425,8 +426,17 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--show", action="store_true", help="print every output")
+    parser.add_argument("--precision", choices=get_args(ComputeDtype), default="float32")
+    parser.add_argument("--kv", choices=get_args(KvDtype), default="auto")
     arguments = parser.parse_args()
-    asyncio.run(evaluate(arguments.model, arguments.threads, arguments.show))
+    settings = TorchEngineSettings(
+        arguments.model,
+        "demo",
+        compute_dtype=arguments.precision,
+        kv_dtype=arguments.kv,
+        torch_thread_count=arguments.threads,
+    )
+    asyncio.run(evaluate(settings, arguments.show))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""KV block size and hashes, and a prediction of an engine's prefix cache. No torch.
+"""KV block size, types and hashes, and a prediction of an engine's prefix cache. No torch.
 
 `PrefixHint` serves routing and quotes and does not see evictions. Billing uses the engine's exact
 count.
@@ -10,9 +10,16 @@ import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 # tokens: a 200-token prefix shares 96 % of itself, and blocks are large enough for fast copies
 KV_BLOCK_TOKENS = 16
+
+# Data types of keys and values, and their bits. Those of int8 have a scale for each position and
+# head, in bfloat16.
+KvType = Literal["float32", "bfloat16", "int8"]
+KV_BITS: dict[KvType, int] = {"float32": 32, "bfloat16": 16, "int8": 8}
+KV_SCALE_BYTES = 2
 
 
 @functools.lru_cache(maxsize=4096)  # one per tenant

@@ -551,7 +551,8 @@ def embedded(
 ) -> None:
     """Find out how fast the embedded engine is here. Takes all CPUs for some seconds.
 
-    It uses the precision of WEIR_ENGINE_DTYPE, and as many threads as WEIR_ENGINE_THREADS.
+    It uses the types of WEIR_ENGINE_DTYPE and WEIR_ENGINE_KV_DTYPE, and as many threads as
+    WEIR_ENGINE_THREADS.
     """
     # Read when torch is loaded; as in the engine's worker, threads without work sleep.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -568,7 +569,7 @@ def embedded(
         if settings.engine.thread_count:
             cpus = UsableCpus(settings.engine.thread_count, "WEIR_ENGINE_THREADS")
         dtype = compute_dtype(settings, directory)
-        found = examine(directory, dtype, cpus)
+        found = examine(directory, dtype, settings.engine.kv_dtype, cpus)
     title = f"embedded engine, {directory.name}, {dtype}"
     report(title, found, {}, {str(directory): "[model]"}, as_json)
 

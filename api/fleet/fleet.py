@@ -280,6 +280,11 @@ def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngin
         raise SettingInvalid(
             "WEIR_ENGINE_DTYPE='int8': has no kernels on WEIR_ENGINE_DEVICE=cuda: set bfloat16"
         )
+    if on_gpu and settings.engine.kv_dtype not in ("auto", dtype):
+        raise SettingInvalid(
+            f"WEIR_ENGINE_KV_DTYPE={settings.engine.kv_dtype!r}: has no kernels on"
+            " WEIR_ENGINE_DEVICE=cuda: set auto"
+        )
     packed = PackedTarget(str(settings.packed_directory), settings.engine.packed_weights_bytes)
     return TorchEngineSettings(
         directory=directory,
@@ -289,6 +294,7 @@ def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngin
         kv_cache_bytes=settings.engine.kv_cache_bytes or (None if on_gpu else CPU_KV_CACHE_BYTES),
         step_token_count_max=GPU_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS,
         torch_thread_count=settings.engine.thread_count,
+        kv_dtype=settings.engine.kv_dtype,
         draft_token_count_max=settings.engine.draft_token_count_max,
         packed=None if settings.engine.packed_weights == "off" else packed,
     )

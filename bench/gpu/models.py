@@ -113,7 +113,7 @@ def open_decoder(
     options = EngineOptions("", limits, name)
     kv_bytes = None if block_count is None else block_count * options.block_bytes(config)
     options = EngineOptions("", limits, name, kv_bytes)
-    return TorchDecoder(config, weights, dtype, options, kernels)
+    return TorchDecoder(config, weights, options, kernels)
 
 
 @dataclass(slots=True)

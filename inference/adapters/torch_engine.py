@@ -12,7 +12,7 @@ from common.cpus import usable_cpus
 from inference.adapters.torch_worker import LoadModel
 from inference.capabilities import Capabilities
 from inference.checkpoint.checkpoint import read_model_info
-from inference.core.options import ComputeDtype, CostModel, Device, EngineOptions
+from inference.core.options import ComputeDtype, CostModel, Device, EngineOptions, KvDtype
 from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits
 from inference.native.packed_file import PackedTarget
@@ -69,6 +69,7 @@ class TorchEngineSettings:
     stable_after_s: float = 60.0  # seconds of service after which the restart delay is reset
     simulation: CostModel | None = None
     packed: PackedTarget | None = None
+    kv_dtype: KvDtype = "auto"  # of keys and values; on a GPU, that of the hidden states
     draft_token_count_max: int = 10  # guessed from earlier text per sequence and step
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -104,6 +105,7 @@ class TorchEngine(WorkerEngine):
             settings.simulation,
             settings.packed,
             settings.draft_token_count_max,
+            settings.kv_dtype,
         )
         load = LoadModel(options, settings.torch_thread_count or usable_cpus().count)
         environment = ChainMap(cast(dict[str, str], settings.environment), CHILD_ENVIRONMENT)

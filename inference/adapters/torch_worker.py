@@ -117,7 +117,12 @@ class TorchWorker:
         # Loaded objects live for the whole process: excluding them keeps garbage collections short.
         gc.collect()
         gc.freeze()
-        _log.info("loaded %s in %.2f s", message.options.directory, time.monotonic() - started_s)
+        _log.info(
+            "loaded %s in %.2f s; keys and values are %s",
+            message.options.directory,
+            time.monotonic() - started_s,
+            message.options.kv_type,
+        )
         return BeamSearches(core)
 
     def _step(self, searches: BeamSearches) -> None:

@@ -51,6 +51,10 @@ class ModelRunner:
                 raise EngineStartFailed(
                     "the type int8 has no kernels on cuda: use bfloat16, which is faster there"
                 )
+            if options.kv_dtype not in ("auto", compute_dtype):
+                raise EngineStartFailed(
+                    f"a KV cache of type {options.kv_dtype} has no kernels on cuda: use auto"
+                )
         self._mask_worker = MaskWorker(config.vocabulary_size)
         self._decoder: NativeDecoder | TorchDecoder
 
@@ -70,10 +74,11 @@ class ModelRunner:
                     dtype,
                     options.limits.context_window_tokens,
                     options.block_count(config),
+                    options.kv_type,
                 ),
             )
         else:
-            self._decoder = _open_torch_decoder(config, load, dtype, options)
+            self._decoder = _open_torch_decoder(config, load, options)
         self.block_count = self._decoder.block_count
 
     @property
@@ -145,13 +150,12 @@ class ModelRunner:
 def _open_torch_decoder(
     config: DecoderConfig,
     load: Callable[[], DecoderWeights],
-    dtype: torch.dtype,
     options: EngineOptions,
 ) -> TorchDecoder:
     """Load the weights on the device. Raises EngineStartFailed if a GPU has too little memory."""
     try:
         weights = on_device(load(), torch.device(options.device))
-        return TorchDecoder(config, weights, dtype, options)
+        return TorchDecoder(config, weights, options)
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
         raise EngineStartFailed(

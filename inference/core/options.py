@@ -19,11 +19,12 @@ from typing import Literal
 
 from common.settings import number, one_of, setting, whole
 from inference.checkpoint.checkpoint import DecoderConfig
-from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
+from inference.kv_blocks import KV_BITS, KV_BLOCK_TOKENS, KV_SCALE_BYTES, KvType, blocks_for
 from inference.limits import EngineLimits
 from inference.native.packed_file import PackedTarget
 
 ComputeDtype = Literal["float32", "bfloat16", "int8"]
+KvDtype = Literal["auto", "bfloat16", "int8"]
 Device = Literal["cpu", "cuda"]
 
 
@@ -68,6 +69,11 @@ class EngineDefaults:
     # in WEIR_HOME, for this process alone. If set, packed weights are there too. Only its owner can
     # use it.
     directory: str = setting("WEIR_ENGINE_DIRECTORY", "", str)
+    # Data type of the KV cache. `auto` is float32 for a model that computes in it, else bfloat16.
+    # `int8`, not for `cuda`, holds 1.9 times the tokens of bfloat16; its answers differ a little.
+    kv_dtype: Literal["auto", "bfloat16", "int8"] = setting(
+        "WEIR_ENGINE_KV_DTYPE", "auto", one_of("auto", "bfloat16", "int8")
+    )
     # Device of the torch backend. `simulated` computes nothing and takes the time of a GPU, for
     # load tests; every answer says so.
     device: Literal["cpu", "cuda", "simulated"] = setting(
@@ -96,7 +102,8 @@ class EngineOptions:
     """Options to run, or simulate, a checkpoint.
 
     `kv_cache_bytes` is the pool size, raised if one full context needs more; None, on a GPU only,
-    uses the memory that is free there. `packed` is the storage for packed weights shared by
+    uses the memory that is free there. `kv_dtype` is the type of keys and values; see `kv_type`.
+    `packed` is the storage for packed weights shared by
     workers, None for none. `draft_token_count_max` limits the tokens guessed from earlier text per
     sequence and step; 0 disables drafts.
     """
@@ -109,11 +116,20 @@ class EngineOptions:
     simulation: CostModel | None = None
     packed: PackedTarget | None = None
     draft_token_count_max: int = 10
+    kv_dtype: KvDtype = "auto"
+
+    @property
+    def kv_type(self) -> KvType:
+        """Data type of keys and values; of hidden states, if none is set."""
+        if self.kv_dtype != "auto":
+            return self.kv_dtype
+        return "float32" if self.compute_dtype == "float32" else "bfloat16"
 
     def block_bytes(self, config: DecoderConfig) -> int:
-        """Compute the bytes of a block: keys and values of all layers. int8 is for weights only."""
-        floats = 2 * config.layer_count * config.kv_head_count * config.head_dim * KV_BLOCK_TOKENS
-        return floats * (4 if self.compute_dtype == "float32" else 2)
+        """Compute the bytes of a block: keys and values of all layers, and their scales."""
+        head_count = 2 * config.layer_count * config.kv_head_count * KV_BLOCK_TOKENS
+        scale_bytes = KV_SCALE_BYTES if self.kv_type == "int8" else 0
+        return head_count * (config.head_dim * KV_BITS[self.kv_type] // 8 + scale_bytes)
 
     def block_count(self, config: DecoderConfig) -> int:
         """Compute how many blocks fit in kv_cache_bytes."""

@@ -36,7 +36,7 @@ from inference.decoder.model import (
 )
 from inference.engine import SamplingParams
 from inference.errors import EngineStartFailed
-from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
+from inference.kv_blocks import KV_BLOCK_TOKENS, KvType, blocks_for
 from inference.limits import EngineLimits
 from inference.native.decoder import Rows, TableRows
 from inference.sampling.sampler import Draw, choose
@@ -47,6 +47,11 @@ KV_CACHE_SHARE = 0.9
 GIB = 1 << 30
 
 PADDING = (0, 0, -1, 0, 0, 0)  # of the parts: rows that write no keys, in spans without rows
+KV_DTYPES: dict[KvType, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
 _NONE = np.zeros(0, dtype=np.int32)
 
 
@@ -57,7 +62,6 @@ class TorchDecoder:
         self,
         config: DecoderConfig,
         weights: DecoderWeights,
-        dtype: torch.dtype,
         options: EngineOptions,
         kernels: TorchKernels | None = None,
     ) -> None:
@@ -68,7 +72,7 @@ class TorchDecoder:
         """
         self._device = weights.embedding.device
         self.level = "torch" if self._device.type == "cpu" else self._device.type
-        self._dtype = dtype
+        self._kv_type = options.kv_type
         self._config = config
         self._limits = options.limits
         self._kernels = kernels or kernels_of(self._device)
@@ -81,9 +85,7 @@ class TorchDecoder:
             self.block_count = self._fitting_block_count(options.block_bytes(config))
         else:
             self.block_count = options.block_count(config)
-        # (layers, 2, blocks, H_kv, T, D)
-        self._pool = self._allocate(self.block_count)
-        self._pools = [LayerPool(*layer) for layer in self._pool]
+        self._pools = self._allocate(self.block_count)
         if self._kernels.captures:
             self._capture_graphs()
 
@@ -217,20 +219,26 @@ class TorchDecoder:
         batch = self._batch(lengths, single_count, 1 if single_count else lengths[0])
         return partial(self._compute, batch, pools)
 
-    def _allocate(self, block_count: int) -> Tensor:
-        """Allocate zeroed pools that use memory only where they are written.
+    def _allocate(self, block_count: int) -> list[LayerPool]:
+        """Allocate zeroed pools of all layers that use memory only where they are written.
 
         Positions after a sequence's end are read with weight 0, so they must be finite. numpy gets
         zeroed pages from the operating system on first use; torch would write all of them at
         startup.
         """
-        config, dtype = self._config, self._dtype
-        sizes = (config.kv_head_count, KV_BLOCK_TOKENS, config.head_dim)
-        shape = (config.layer_count, 2, block_count, *sizes)
+        config, dtype = self._config, KV_DTYPES[self._kv_type]
+        # (layers, 2, blocks, H_kv, T)
+        sizes = (config.layer_count, 2, block_count, config.kv_head_count, KV_BLOCK_TOKENS)
+        pool = self._zeros((*sizes, config.head_dim), dtype)
+        if self._kv_type != "int8":
+            return [LayerPool(*layer) for layer in pool]
+        scales = self._zeros(sizes, torch.bfloat16)
+        return [LayerPool(*layer, *scale) for layer, scale in zip(pool, scales, strict=True)]
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self._device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=self._device)
-        integer = np.dtype(np.uint32 if dtype.itemsize == 4 else np.uint16)
-        return torch.from_numpy(np.zeros(shape, dtype=integer)).view(dtype)
+        return torch.from_numpy(np.zeros(shape, np.dtype(f"u{dtype.itemsize}"))).view(dtype)
 
     def _fitting_block_count(self, block_bytes: int) -> int:
         """Count the blocks that fit the GPU's free memory, less the needs of the largest step.
@@ -240,7 +248,7 @@ class TorchDecoder:
         row_count = self._limits.step_token_count_max
         logit_count = min(row_count, self._limits.running_sequence_count_max + SCORED_COUNT_MAX)
         lengths = [row_count, row_count, row_count, 4, logit_count, 1]
-        pools = [LayerPool(*layer) for layer in self._allocate(1)]
+        pools = self._allocate(1)
         torch.cuda.reset_peak_memory_stats()
         before_bytes = torch.cuda.memory_allocated()
         values, _ = self._idle(lengths, 0, pools)()

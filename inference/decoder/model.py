@@ -139,10 +139,37 @@ def _read_layer(reader: TensorReader, config: DecoderConfig, prefix: str) -> Lay
 
 @dataclass(frozen=True, slots=True)
 class LayerPool:
-    """Keys and values of one layer: two views (blocks, H_kv, T, D) of one allocation."""
+    """Keys and values of one layer: two views (blocks, H_kv, T, D) of one allocation.
+
+    Those of int8 have scales (blocks, H_kv, T); other types have none.
+    """
 
     keys: Tensor
     values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write the keys and values (N, H_kv, D) of the positions `slots`."""
+        blocks, offsets = slots // KV_BLOCK_TOKENS, slots % KV_BLOCK_TOKENS
+        for pool, scales, heads in (
+            (self.keys, self.key_scales, keys),
+            (self.values, self.value_scales, values),
+        ):
+            if scales is None:
+                pool[blocks, :, offsets] = heads.to(pool.dtype)
+                continue
+            scale = (heads.float().abs().amax(dim=-1) / 127).to(scales.dtype)
+            scales[blocks, :, offsets] = scale
+            whole = heads.float() / scale.float()[..., None].clamp_min(torch.finfo().tiny)
+            pool[blocks, :, offsets] = whole.round().to(pool.dtype)
+
+    def gather(self, tables: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Gather the keys and values of blocks by head: (B, M) -> two (B, H_kv, M * T, D)."""
+        return (
+            _gathered(self.keys, self.key_scales, tables, dtype),
+            _gathered(self.values, self.value_scales, tables, dtype),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +237,7 @@ class TorchKernels:
             keys = rms_norm(turning[:, head_count:], (head_dim,), layer.key_norm, eps)
             turning = torch.cat((queries, keys), dim=1)
         rotated = rotate(turning, *(table[batch.rotary_rows][:, None, :] for table in rotation))
-        blocks, offsets = batch.slots // KV_BLOCK_TOKENS, batch.slots % KV_BLOCK_TOKENS
-        pool.keys[blocks, :, offsets] = rotated[:, head_count:]
-        pool.values[blocks, :, offsets] = heads[:, head_count + kv_head_count :]
+        pool.write(batch.slots, rotated[:, head_count:], heads[:, head_count + kv_head_count :])
         return rotated[:, :head_count]
 
     def attention(self, batch: Batch, window: int | None) -> Attend:
@@ -324,6 +349,11 @@ def gather(pool: Tensor, tables: Tensor) -> Tensor:
     return flat.view(batch, kv_head_count, width * block_tokens, head_dim)
 
 
+def _gathered(pool: Tensor, scales: Tensor | None, tables: Tensor, dtype: torch.dtype) -> Tensor:
+    numbers = gather(pool, tables).to(dtype)
+    return numbers if scales is None else numbers * gather(scales[..., None], tables).to(dtype)
+
+
 def attend_decode(queries: Tensor, pool: LayerPool, span: Span) -> Tensor:
     """Compute attention of one new token per sequence over all its positions, including its own.
 
@@ -334,7 +364,7 @@ def attend_decode(queries: Tensor, pool: LayerPool, span: Span) -> Tensor:
     kv_head_count = pool.keys.shape[1]
     grouped = queries.reshape(batch, kv_head_count, head_count // kv_head_count, head_dim)
     # (B, H_kv, S, D).
-    keys, values = gather(pool.keys, span.tables), gather(pool.values, span.tables)
+    keys, values = pool.gather(span.tables, queries.dtype)
     assert span.mask is not None, "single rows have one"
     out = scaled_dot_product_attention(grouped, keys, values, attn_mask=span.mask[:, None, None, :])
     return out.view(batch, head_count, head_dim)
@@ -348,7 +378,7 @@ def attend_prefill(queries: Tensor, pool: LayerPool, span: Span) -> Tensor:
     """
     row_count = queries.shape[0]
     # (1, H_kv, S, D).
-    keys, values = gather(pool.keys, span.tables), gather(pool.values, span.tables)
+    keys, values = pool.gather(span.tables, queries.dtype)
     if span.mask is None:
         keys, values = keys[:, :, :row_count], values[:, :, :row_count]
     out = scaled_dot_product_attention(

@@ -21,9 +21,10 @@ import torch
 from common.cpus import UsableCpus
 from inference.checkpoint.checkpoint import DecoderConfig, read_config
 from inference.core.engine_core import EngineCore
-from inference.core.options import ComputeDtype, EngineOptions
+from inference.core.options import ComputeDtype, EngineOptions, KvDtype
 from inference.doctor.findings import Observation, Question, Verdict, ask_all, expected
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria, TokensGenerated
+from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits
 from inference.native import loader
 from inference.native.decoder import supports_shape
@@ -47,7 +48,7 @@ class Patient:
 
     core: EngineCore
     config: DecoderConfig
-    dtype: ComputeDtype
+    options: EngineOptions
     cpus: UsableCpus
 
     def run(self, prompt_token_count: int, output_token_count: int) -> tuple[float, float]:
@@ -81,7 +82,9 @@ async def kernels(patient: Patient) -> tuple[Verdict, str]:
     if used == "torch":
         return Verdict.OTHER, f"torch, several times slower: {_why_torch(patient.config)}"
     best = os.environ.get(loader.SWITCH, "1")
-    levels = loader.available_levels(loader.open_library(), is_bfloat16=patient.dtype != "float32")
+    levels = loader.available_levels(
+        loader.open_library(), is_bfloat16=patient.options.compute_dtype != "float32"
+    )
     is_limited = best not in ("", "1")
     limit = f", limited by {loader.SWITCH}={best}" if is_limited else ""
     return expected(not is_limited), f"{used}: best of {', '.join(levels)}{limit}"
@@ -97,6 +100,13 @@ def _why_torch(config: DecoderConfig) -> str:
         "the native kernels need heads of a multiple of 16 floats and even hidden and intermediate"
         f" sizes, got {config.head_dim}, {config.hidden_size} and {config.intermediate_size}"
     )
+
+
+async def kv_cache(patient: Patient) -> tuple[Verdict, str]:
+    """Which type do keys and values have, and how many tokens fit in 1 GiB?"""
+    options = patient.options
+    tokens = (1 << 30) // options.block_bytes(patient.config) * KV_BLOCK_TOKENS
+    return Verdict.EXPECTED, f"{options.kv_type}: {tokens:,} tokens in 1 GiB"
 
 
 async def threads(patient: Patient) -> tuple[Verdict, str]:
@@ -125,7 +135,7 @@ async def decode(patient: Patient) -> tuple[Verdict, str]:
     tokens_per_s = max(count / patient.run(16, count + 1)[1] for _ in range(ROUNDS))
     config = patient.config
     weights = _layer_weight_count(config) + config.vocabulary_size * config.hidden_size
-    read_bytes_per_s = weights * WEIGHT_BYTES[patient.dtype] * tokens_per_s
+    read_bytes_per_s = weights * WEIGHT_BYTES[patient.options.compute_dtype] * tokens_per_s
     rate = f"{read_bytes_per_s / 1e9:.1f} GB/s of weights"
     return Verdict.EXPECTED, f"{tokens_per_s:,.0f} tokens/s, which read {rate}"
 
@@ -134,6 +144,7 @@ QUESTIONS: tuple[Question[Patient], ...] = (
     processor,
     instructions,
     kernels,
+    kv_cache,
     threads,
     bandwidth,
     prefill,
@@ -141,16 +152,19 @@ QUESTIONS: tuple[Question[Patient], ...] = (
 )
 
 
-def examine(directory: Path, dtype: ComputeDtype, cpus: UsableCpus) -> list[Observation]:
+def examine(
+    directory: Path, dtype: ComputeDtype, kv_dtype: KvDtype, cpus: UsableCpus
+) -> list[Observation]:
     """Load the model into this process and ask all questions. Raises: CheckpointInvalid."""
     torch.set_num_threads(cpus.count)
     config = read_config(directory)
     limits = EngineLimits(min(config.context_window_tokens, 2 * PROMPT_TOKENS))
     # Without a prefix cache worth mentioning: the pool has one context window.
-    core = EngineCore(
-        EngineOptions(str(directory), limits, dtype, kv_cache_bytes=0, draft_token_count_max=0)
+    options = EngineOptions(
+        str(directory), limits, dtype, kv_cache_bytes=0, draft_token_count_max=0, kv_dtype=kv_dtype
     )
-    return asyncio.run(ask_all(QUESTIONS, Patient(core, config, dtype, cpus)))
+    patient = Patient(EngineCore(options), config, options, cpus)
+    return asyncio.run(ask_all(QUESTIONS, patient))
 
 
 def processor_name() -> str:

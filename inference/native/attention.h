@@ -17,18 +17,28 @@ constexpr int64_t CHUNK_BLOCKS = CHUNK_KEYS / BLOCK_TOKENS;
 // finite, so that a row without visible keys so far yields no NaN
 constexpr float HIDDEN_SCORE = -1e30f;
 
-// One KV head of one layer's pool, seen from a sequence's block table.
-template <class T> struct PagedHead {
-    const T *keys, *values; // of block 0
-    int64_t block_stride;   // values between the same head of two blocks
+// One KV head of one layer's pool, seen from a sequence's block table. W: type of stored keys and values. Those of
+// int8 have a scale for each position and head, which multiplies a key's score, or the weight of a value.
+template <class W> struct PagedHead {
+    const W *keys, *values; // of block 0
+    const Bfloat16 *key_scales, *value_scales;
+    int64_t block_stride, scale_stride; // numbers between the same head of two blocks
     const int32_t *table;
-    const T *key_block(int64_t index) const { return keys + table[index] * block_stride; }
-    const T *value_block(int64_t index) const { return values + table[index] * block_stride; }
+    const W *key_block(int64_t index) const { return keys + table[index] * block_stride; }
+    const W *value_block(int64_t index) const { return values + table[index] * block_stride; }
+    INLINE Vector scaled_scores(const Vector &scores, int64_t index) const { return scaled(scores, key_scales, index); }
+    INLINE Vector scaled_weights(const Vector &weights, int64_t index) const { return scaled(weights, value_scales, index); }
+
+  private:
+    INLINE Vector scaled(const Vector &numbers, const Bfloat16 *scales, int64_t index) const {
+        if constexpr (std::is_same_v<W, int8_t>) return numbers * load(scales + table[index] * scale_stride);
+        else return numbers;
+    }
 };
 
 // Blocks `begin` to `end` of a sequence, whose keys are read next.
-template <class T> struct KeyRun {
-    PagedHead<T> head;
+template <class W> struct KeyRun {
+    PagedHead<W> head;
     int64_t begin, end;
 };
 
@@ -39,9 +49,11 @@ INLINE Vector hidden_outside(Vector score, int64_t begin, int64_t end) {
     return choose((lanes >= none + first) & (lanes < none + last), score, splat(HIDDEN_SCORE));
 }
 
-// Weights of a row's chunk of keys by their scores. Returns the factor that corrects earlier chunks.
-template <class T> INLINE float weigh(
-    const float *scores, int64_t count, Vector chunk_largest, float &largest, float &total, Left<T> *probabilities
+// Weights of a row's chunk of keys, which begins with block `chunk`, by their scores. Returns the factor that corrects
+// earlier chunks.
+template <class T, class W> INLINE float weigh(
+    const float *scores, int64_t count, Vector chunk_largest, float &largest, float &total, Left<T> *probabilities,
+    const PagedHead<W> &head, int64_t chunk
 ) {
     const float now_largest = std::max(largest, largest_of(chunk_largest));
     const float correction = std::exp(largest - now_largest);
@@ -53,7 +65,7 @@ template <class T> INLINE float weigh(
         // a row may have no visible key in this chunk
         weight = choose(score > splat(HIDDEN_SCORE / 2), weight, Vector{});
         sum += weight;
-        store(probabilities + key, weight);
+        store(probabilities + key, head.scaled_weights(weight, chunk + key / LANES));
     }
     total = total * correction + sum_of(sum);
     return correction;
@@ -65,11 +77,12 @@ template <class T> INLINE float weigh(
 // out: rows of D values. Each product prefetches for a later one, so that memory is always busy:
 // queries x keys for the chunk's values, probabilities x values for the next chunk's keys. then:
 // blocks that this thread reads after these keys.
-template <class T, int R> void attend(
-    const Left<T> *queries, int64_t query_stride, const int64_t *begins, const int64_t *ends, const PagedHead<T> &head,
-    int64_t head_dim, float scale, Left<T> *out, int64_t out_stride, Scratch<T> &scratch, const KeyRun<T> &then
+template <class T, class W, int R> void attend(
+    const Left<T> *queries, int64_t query_stride, const int64_t *begins, const int64_t *ends, const PagedHead<W> &head,
+    int64_t head_dim, float scale, Left<T> *out, int64_t out_stride, Scratch<T> &scratch, const KeyRun<W> &then
 ) {
     constexpr int64_t U = UNIT<T>;
+    constexpr int STEP_BYTES = LINE_BYTES * int(sizeof(W)) / int(sizeof(T)); // of a block, in each step of a product
     constexpr int VECTORS = VECTORS_OF_ROWS<R>;
     const int64_t first_block = *std::min_element(begins, begins + R) / BLOCK_TOKENS;
     const int64_t latest_begin = *std::max_element(begins, begins + R);
@@ -85,16 +98,16 @@ template <class T, int R> void attend(
     for (int64_t chunk = first_block, block_count; chunk < block_end; chunk += block_count) {
         block_count = std::min(block_end, (chunk / CHUNK_BLOCKS + 1) * CHUNK_BLOCKS) - chunk;
         const bool is_last_chunk = chunk + block_count == block_end;
-        const KeyRun<T> upcoming = is_last_chunk ? then : KeyRun<T>{head, chunk + block_count, block_end};
+        const KeyRun<W> upcoming = is_last_chunk ? then : KeyRun<W>{head, chunk + block_count, block_end};
         Vector chunk_largest[R];
         for (int r = 0; r < R; ++r) chunk_largest[r] = splat(HIDDEN_SCORE);
         for (int64_t block = 0; block < block_count; block += VECTORS) {
-            const T *columns[VECTORS];
+            const W *columns[VECTORS];
             // a short last tile repeats its last block and ignores the result
             for (int c = 0; c < VECTORS; ++c)
                 columns[c] = head.key_block(chunk + std::min(block + c, block_count - 1));
             Vector sums[R][VECTORS] = {};
-            Ahead<VECTORS> values; // a block has as many lines as this product has steps
+            Ahead<VECTORS, STEP_BYTES> values; // a block of T has as many lines as this product has steps
             for (int64_t c = 0; c < VECTORS; ++c)
                 values.begins[c] = head.value_block(chunk + std::min(block + c, block_count - 1));
             multiply<T>(sums, queries, query_stride, columns, BLOCK_TOKENS * U, head_dim / U, values);
@@ -102,7 +115,7 @@ template <class T, int R> void attend(
                 const int64_t position = (chunk + block + c) * BLOCK_TOKENS;
                 const bool partly_hidden = position < latest_begin || position + BLOCK_TOKENS > earliest_end;
                 for (int r = 0; r < R; ++r) {
-                    Vector score = sums[r][c] * scale;
+                    Vector score = head.scaled_scores(sums[r][c] * scale, chunk + block + c);
                     if (partly_hidden) score = hidden_outside(score, begins[r] - position, ends[r] - position);
                     chunk_largest[r] = larger(chunk_largest[r], score);
                     store(scores + r * CHUNK_KEYS + (block + c) * BLOCK_TOKENS, score);
@@ -113,7 +126,7 @@ template <class T, int R> void attend(
         for (int r = 0; r < R; ++r)
             correction[r] = weigh<T>(
                 scores + r * CHUNK_KEYS, block_count * BLOCK_TOKENS, chunk_largest[r], largest[r], total[r],
-                probabilities + r * CHUNK_KEYS
+                probabilities + r * CHUNK_KEYS, head, chunk
             );
         for (int64_t vector = 0; vector < head_dim / LANES; vector += VECTORS) {
             with_count<VECTORS>(int(std::min<int64_t>(VECTORS, head_dim / LANES - vector)), [&]<int C>() INLINE_LAMBDA {
@@ -121,13 +134,13 @@ template <class T, int R> void attend(
                 for (int r = 0; r < R; ++r)
                     for (int c = 0; c < C; ++c) sums[r][c] = load(attended + r * head_dim + (vector + c) * LANES) * correction[r];
                 for (int64_t block = 0; block < block_count; ++block) {
-                    const T *columns[C];
+                    const W *columns[C];
                     for (int c = 0; c < C; ++c) columns[c] = head.value_block(chunk + block) + (vector + c) * LANES * U;
                     const Left<T> *weights = probabilities + block * BLOCK_TOKENS;
                     const int64_t upcoming_block = upcoming.begin + block;
                     if (upcoming_block < upcoming.end) { // as many lines per vector as the product has steps
-                        Ahead<C> keys;
-                        const T *key_block = upcoming.head.key_block(upcoming_block);
+                        Ahead<C, STEP_BYTES> keys;
+                        const W *key_block = upcoming.head.key_block(upcoming_block);
                         for (int c = 0; c < C; ++c) keys.begins[c] = key_block + (vector + c) * LANES * BLOCK_TOKENS;
                         multiply<T>(sums, weights, CHUNK_KEYS, columns, head_dim * U, BLOCK_TOKENS / U, keys);
                     } else {
@@ -146,24 +159,34 @@ template <class T, int R> void attend(
 
 #if defined(__AMX_BF16__)
 
+// `rows` rows of a block as bfloat16, from which tiles are loaded: in place, or widened to `wide`.
+INLINE const Bfloat16 *tile_rows(const Bfloat16 *from, int64_t, int64_t, int64_t, Bfloat16 *) { return from; }
+INLINE const Bfloat16 *tile_rows(const int8_t *from, int64_t rows, int64_t row_size, int64_t stride, Bfloat16 *wide) {
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t index = 0; index < row_size; index += LANES) store(wide + row * row_size + index, load(from + row * stride + index));
+    finish_stores();
+    return wide;
+}
+
 // The same for `rows` rows, up to 16, in tiles.
-inline void attend_in_tiles(
+template <class W> void attend_in_tiles(
     const Bfloat16 *queries, int64_t query_stride, int rows, const int64_t *begins, const int64_t *ends,
-    const PagedHead<Bfloat16> &head, int64_t head_dim, float scale, Bfloat16 *out, int64_t out_stride,
-    Scratch<Bfloat16> &scratch, const KeyRun<Bfloat16> &then
+    const PagedHead<W> &head, int64_t head_dim, float scale, Bfloat16 *out, int64_t out_stride,
+    Scratch<Bfloat16> &scratch, const KeyRun<W> &then
 ) {
     constexpr int64_t U = UNIT<Bfloat16>;
+    constexpr bool IS_WIDENED = !std::is_same_v<W, Bfloat16>;
     const int64_t first_block = *std::min_element(begins, begins + rows) / BLOCK_TOKENS;
     const int64_t latest_begin = *std::max_element(begins, begins + rows);
     const int64_t earliest_end = *std::min_element(ends, ends + rows);
     const int64_t block_end = (*std::max_element(ends, ends + rows) + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
-    const int64_t block_lines = BLOCK_TOKENS * head_dim * sizeof(Bfloat16) / LINE_BYTES;
+    const int64_t block_size = BLOCK_TOKENS * head_dim, block_lines = block_size * sizeof(W) / LINE_BYTES;
     float *scores = scratch.scores.data(), *attended = scratch.attended.data();
-    Bfloat16 *probabilities = scratch.probabilities.data();
+    Bfloat16 *probabilities = scratch.probabilities.data(), *wide = scratch.panel.data();
     float largest[TILE_SIDE], total[TILE_SIDE];
     std::fill_n(largest, rows, HIDDEN_SCORE);
     std::fill_n(total, rows, 0.0f);
-    const auto fetch = [&](const Bfloat16 *block) INLINE_LAMBDA {
+    const auto fetch = [&](const W *block) INLINE_LAMBDA {
         for (int64_t line = 0; line < block_lines; ++line)
             __builtin_prefetch(reinterpret_cast<const char *>(block) + line * LINE_BYTES, 0, 2);
     };
@@ -172,11 +195,14 @@ inline void attend_in_tiles(
     for (int64_t chunk = first_block, block_count; chunk < block_end; chunk += block_count) {
         block_count = std::min(block_end, (chunk / CHUNK_BLOCKS + 1) * CHUNK_BLOCKS) - chunk;
         const bool is_last_chunk = chunk + block_count == block_end;
-        const KeyRun<Bfloat16> upcoming = is_last_chunk ? then : KeyRun<Bfloat16>{head, chunk + block_count, block_end};
+        const KeyRun<W> upcoming = is_last_chunk ? then : KeyRun<W>{head, chunk + block_count, block_end};
         finish_stores();
         for (int64_t block = 0; block < block_count; block += 4) {
             const Bfloat16 *keys[4]; // a short last group repeats its last block
-            for (int c = 0; c < 4; ++c) keys[c] = head.key_block(chunk + std::min(block + c, block_count - 1));
+            for (int c = 0; c < 4; ++c) {
+                const W *from = head.key_block(chunk + std::min(block + c, block_count - 1));
+                keys[c] = tile_rows(from, 1, block_size, 0, wide + c * block_size);
+            }
             for (int64_t c = 0; c < 4 && block + c < block_count; ++c) fetch(head.value_block(chunk + block + c));
             clear_sums();
             int64_t d = 0;
@@ -213,14 +239,15 @@ inline void attend_in_tiles(
             Vector chunk_largest = splat(HIDDEN_SCORE);
             for (int64_t block = 0; block < block_count; ++block) {
                 const int64_t position = (chunk + block) * BLOCK_TOKENS;
-                Vector score = load(row + block * BLOCK_TOKENS) * scale;
+                Vector score = head.scaled_scores(load(row + block * BLOCK_TOKENS) * scale, chunk + block);
                 if (position < latest_begin || position + BLOCK_TOKENS > earliest_end)
                     score = hidden_outside(score, begins[r] - position, ends[r] - position);
                 chunk_largest = larger(chunk_largest, score);
                 store(row + block * BLOCK_TOKENS, score);
             }
             const float correction = weigh<Bfloat16>(
-                row, block_count * BLOCK_TOKENS, chunk_largest, largest[r], total[r], probabilities + r * CHUNK_KEYS
+                row, block_count * BLOCK_TOKENS, chunk_largest, largest[r], total[r], probabilities + r * CHUNK_KEYS,
+                head, chunk
             );
             for (int64_t d = 0; d < head_dim && chunk > first_block; d += LANES)
                 store(attended + r * head_dim + d, load(attended + r * head_dim + d) * correction);
@@ -238,8 +265,10 @@ inline void attend_in_tiles(
                 if (tiles > 3) _tile_loadd(3, sums + 3 * LANES, stride);
             }
             for (int64_t block = 0; block < block_count; ++block) {
-                const Bfloat16 *values = head.value_block(chunk + block) + d * U;
-                const int64_t value_stride = head_dim * U * sizeof(Bfloat16);
+                const int64_t row_size = tiles * LANES * U, row_stride = head_dim * U;
+                const Bfloat16 *values =
+                    tile_rows(head.value_block(chunk + block) + d * U, BLOCK_TOKENS / U, row_size, row_stride, wide);
+                const int64_t value_stride = (IS_WIDENED ? row_size : row_stride) * sizeof(Bfloat16);
                 if (d == 0 && upcoming.begin + block < upcoming.end) fetch(upcoming.head.key_block(upcoming.begin + block));
                 _tile_loadd(5, probabilities + block * BLOCK_TOKENS, CHUNK_KEYS * sizeof(Bfloat16));
                 _tile_loadd(7, values, value_stride);

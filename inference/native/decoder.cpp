@@ -12,9 +12,10 @@
 //   weights  [panel of 64 columns][K / unit][64][unit]     int8: units of 4 where instructions multiply 4 bytes
 //   keys     [block][H_kv][D / unit][16 positions][unit]      a score tile is query x block, without a copy
 //   values   [block][H_kv][16 positions / unit][D][unit]      an output tile is probabilities x block, without a copy
+//   scales   [block][H_kv][16 positions]                      of int8 keys and values
 //
 // numbers.h, memory.h and team.h are independent of models; tiles.h, products.h and attention.h
-// compute; decoder.h runs a step. All else is in an unnamed namespace, since library.cpp links
+// compute; pool.h has the keys and values; decoder.h runs a step. All else is in an unnamed namespace, since library.cpp links
 // several compilations of this file.
 
 #include <new>

@@ -1,4 +1,4 @@
-// Weights, KV pool and steps of one model.
+// Weights and steps of one model.
 
 #pragma once
 
@@ -6,12 +6,13 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 
-#include "attention.h"
 #include "interface.h"
 #include "memory.h"
 #include "numbers.h"
+#include "pool.h"
 #include "products.h"
 #include "team.h"
 
@@ -35,8 +36,7 @@ template <class T> class Decoder final : public AnyDecoder {
           heads_stride_(padded_inner<T>(shape.head_count * shape.head_dim)),
           gated_stride_(round_up(2 * round_up(shape.intermediate_size, LANES), PANEL) / 2),
           byte_stride_(round_up(std::max({shape.hidden_size, shape.intermediate_size, shape.head_count * shape.head_dim}), GROUP)),
-          layer_stride_(shape.block_count * shape.kv_head_count * BLOCK_TOKENS * shape.head_dim),
-          keys_(shape.layer_count * layer_stride_), values_(shape.layer_count * layer_stride_) {
+          pool_(open_pool<T>(shape)) {
         const int64_t most_inner = std::max({shape.hidden_size, shape.intermediate_size, shape.head_count * shape.head_dim});
         scratches_ = std::vector<Scratch<T>>(team_.size());
         for (auto &scratch : scratches_) {
@@ -46,7 +46,6 @@ template <class T> class Decoder final : public AnyDecoder {
             scratch.probabilities = Buffer<Left<T>>(TILE_SIDE * CHUNK_KEYS);
             scratch.attended = Buffer<float>(TILE_SIDE * shape.head_dim);
         }
-        for (int64_t layer = 0; layer < shape.layer_count; ++layer) layers_[layer].window = shape.windows[layer];
     }
 
     // kind: LinearKind, then NormKind (weight in fp32), then the embedding.
@@ -97,18 +96,9 @@ template <class T> class Decoder final : public AnyDecoder {
     }
 
   private:
-    static constexpr bool IN_TILES = HAS_TILES && UNIT<T> == 2;
-    static constexpr int ATTENTION_ROWS = IN_TILES ? TILE_SIDE : TILE_ROWS; // of one pass over the keys
-
     struct Layer {
         Linear<T> linears[LINEAR_KIND_COUNT];
         Buffer<float> norms[NORM_KIND_COUNT];
-        int64_t window = 0;
-    };
-
-    // Rows of one span and one KV head: `row_count` rows from `row` of the span; all its query heads.
-    struct AttentionTask {
-        int32_t span, kv_head, row, row_count;
     };
 
     // weight: (columns, inner) rows of T, or of int8 with one scale per column. bias: (columns,) or null.
@@ -226,7 +216,7 @@ template <class T> class Decoder final : public AnyDecoder {
 
     // KV heads outermost: a prefix shared by several sequences then stays in the cache.
     void plan_attention(std::vector<AttentionTask> &tasks, const Span *spans, int64_t span_count) {
-        constexpr int32_t ROWS = 4 * ATTENTION_ROWS; // of one task: enough work to be worth handing out
+        constexpr int32_t ROWS = 4 * ATTENTION_ROWS<T>; // of one task: enough work to be worth handing out
         tasks.clear();
         for (int32_t head = 0; head < shape_.kv_head_count; ++head)
             for (int32_t span = 0; span < span_count; ++span)
@@ -240,7 +230,6 @@ template <class T> class Decoder final : public AnyDecoder {
         int64_t rows = step.row_count;
         for (int64_t number = 0; number < shape_.layer_count; ++number) {
             const Layer &layer = layers_[number];
-            T *keys = keys_.data() + number * layer_stride_, *values = values_.data() + number * layer_stride_;
             normalize(worker, layer.norms[ATTENTION_NORM], rows);
             product(
                 worker, index, normed_.data(), hidden_stride_, rows, layer.linears[QKV],
@@ -249,7 +238,7 @@ template <class T> class Decoder final : public AnyDecoder {
                         store(mixed_.data() + row * mixed_stride_ + column + c * LANES, sums[c]);
                 }
             );
-            worker.each_row(rows, [&](int64_t row) { rotate_and_keep_unit(step, layer, row, keys, values); });
+            worker.each_row(rows, [&](int64_t row) { rotate_and_keep_unit(step, number, row); });
             const bool is_last = number + 1 == shape_.layer_count;
             if (is_last) { // beyond keys and values, the last layer computes only the wanted rows
                 worker.each(1, [&](int64_t) { gather_wanted(step); });
@@ -258,9 +247,8 @@ template <class T> class Decoder final : public AnyDecoder {
             }
             const Span *spans = is_last ? wanted_spans_.data() : step.spans;
             const auto &tasks = is_last ? wanted_tasks_ : all_tasks_;
-            worker.each(int64_t(tasks.size()), [&](int64_t task) {
-                attend_task(task, tasks, step, spans, layer.window, keys, values, scratches_[index]);
-            });
+            const Attention<T> attention{tasks, spans, step.tables, number, queries_.data(), attended_.data(), heads_stride_, team_.size()};
+            worker.each(int64_t(tasks.size()), [&](int64_t task) { pool_->attend_task(task, attention, scratches_[index]); });
             add_product(worker, index, attended_.data(), heads_stride_, rows, layer.linears[ATTENTION_OUT]);
             normalize(worker, layer.norms[MLP_NORM], rows);
             product(
@@ -333,17 +321,18 @@ template <class T> class Decoder final : public AnyDecoder {
     }
 
     // All rows of one unit of values: threads must not write to it at the same time.
-    void rotate_and_keep_unit(const Step &step, const Layer &layer, int64_t row, T *keys, T *values) const {
+    void rotate_and_keep_unit(const Step &step, int64_t layer, int64_t row) const {
         const Span &span = step.spans[span_of_row_[row]];
         const int64_t begin = (span.position + row - span.row) % UNIT<T>;
         if (begin != 0 && row > span.row) return; // done with the row before
         const int64_t end = std::min<int64_t>(row + UNIT<T> - begin, span.row + span.count);
-        for (; row < end; ++row) rotate_and_keep(step, layer, row, keys, values);
+        for (; row < end; ++row) rotate_and_keep(step, layer, row);
     }
 
     // One row's query heads to `queries_`, its key and value heads to their slot of the pool; queries and keys rotated.
-    void rotate_and_keep(const Step &step, const Layer &layer, int64_t row, T *keys, T *values) const {
-        const int64_t head_dim = shape_.head_dim, unit = UNIT<T>;
+    void rotate_and_keep(const Step &step, int64_t number, int64_t row) const {
+        const Layer &layer = layers_[number];
+        const int64_t head_dim = shape_.head_dim;
         const Span &span = step.spans[span_of_row_[row]];
         const int64_t position = span.position + row - span.row;
         const int64_t block = step.tables[span.table + position / BLOCK_TOKENS], slot = position % BLOCK_TOKENS;
@@ -359,38 +348,8 @@ template <class T> class Decoder final : public AnyDecoder {
         }
         for (int64_t head = 0; head < shape_.kv_head_count; ++head) {
             rotate(key_heads + head * head_dim, layer.norms[KEY_NORM], cosines, sines);
-            const int64_t start = (block * shape_.kv_head_count + head) * BLOCK_TOKENS * head_dim;
-            keep_key(key_heads + head * head_dim, keys + start + slot * unit);
-            keep_value(value_heads + head * head_dim, values + start + slot / unit * head_dim * unit, int(slot % unit));
         }
-    }
-
-    // One position's column of a key block: a unit in each row of 16.
-    INLINE void keep_key(const float *from, T *to) const {
-        constexpr int64_t U = UNIT<T>;
-        T narrowed[LANES];
-        for (int64_t d = 0; d < shape_.head_dim; d += LANES) {
-            store(narrowed, load(from + d));
-#pragma GCC unroll 16
-            for (int64_t unit = 0; unit < LANES / U; ++unit)
-                std::memcpy(to + (d / U + unit) * BLOCK_TOKENS * U, narrowed + unit * U, sizeof(T) * U);
-        }
-    }
-
-    // One position's row of a value block; of two in bfloat16, which lie value by value side by side, so the other is read too.
-    INLINE void keep_value(const float *from, float *to, int) const {
-        for (int64_t d = 0; d < shape_.head_dim; d += LANES) store(to + d, load(from + d));
-    }
-
-    INLINE void keep_value(const float *from, Bfloat16 *to, int half) const {
-        for (int64_t d = 0; d < shape_.head_dim; d += LANES) {
-            Bfloat16 narrowed[LANES];
-            store(narrowed, load(from + d));
-            const IntVector value = load_halves<uint16_t>(narrowed);
-            IntVector pairs = load_bits<int32_t>(to + 2 * d);
-            pairs = half ? (pairs & 0xffff) | value << 16 : (pairs & int32_t(0xffff0000)) | value;
-            store_bits(to + 2 * d, pairs);
-        }
+        pool_->keep(number, block, slot, key_heads, value_heads);
     }
 
     // In place: norm of the head if the model has one, then dimension i turns with i + D/2.
@@ -427,87 +386,13 @@ template <class T> class Decoder final : public AnyDecoder {
         }
     }
 
-    // Blocks of a layer's pool that a task reads.
-    PagedHead<T> paged_head(const AttentionTask &task, const Step &step, const Span *spans, const T *keys, const T *values) const {
-        const int64_t block_size = BLOCK_TOKENS * shape_.head_dim, start = task.kv_head * block_size;
-        return {keys + start, values + start, shape_.kv_head_count * block_size, step.tables + spans[task.span].table};
-    }
-
-    static int64_t first_visible(int64_t end, int64_t window) { return window ? std::max<int64_t>(0, end - window) : 0; }
-
-    // First keys of the task that this thread probably takes after `index`; none if it does not
-    // stream.
-    KeyRun<T> after(
-        int64_t index, const std::vector<AttentionTask> &tasks, const Step &step, const Span *spans, int64_t window, const T *keys,
-        const T *values
-    ) const {
-        const int64_t next = index + team_.size();
-        if (next >= int64_t(tasks.size()) || tasks[next].row_count != 1) return {};
-        const AttentionTask &task = tasks[next];
-        const int64_t end = spans[task.span].position + task.row + 1;
-        return {
-            paged_head(task, step, spans, keys, values), first_visible(end, window) / BLOCK_TOKENS,
-            (end + BLOCK_TOKENS - 1) / BLOCK_TOKENS
-        };
-    }
-
-    void attend_task(
-        int64_t index, const std::vector<AttentionTask> &tasks, const Step &step, const Span *spans, int64_t window, const T *keys,
-        const T *values, Scratch<T> &scratch
-    ) {
-        const AttentionTask &task = tasks[index];
-        const Span &span = spans[task.span];
-        const int64_t head_dim = shape_.head_dim, group = shape_.head_count / shape_.kv_head_count, stride = heads_stride_;
-        const PagedHead<T> head = paged_head(task, step, spans, keys, values);
-        const int64_t first = (span.row + task.row) * stride + task.kv_head * group * head_dim;
-        const int64_t position = span.position + task.row;
-        // the group's heads are rows of a tile, so its keys are read once
-        if (task.row_count == 1) {
-            const KeyRun<T> then = after(index, tasks, step, spans, window, keys, values);
-            return attend_tiles(first, head_dim, group, 0, position, window, head, scratch, then);
-        }
-        for (int64_t member = 0; member < group; ++member)
-            attend_tiles(first + member * head_dim, stride, task.row_count, 1, position, window, head, scratch, {});
-    }
-
-    // row_count rows, `stride` values apart in queries and output, of which each is `advance` positions after the one before.
-    void attend_tiles(
-        int64_t first, int64_t stride, int64_t row_count, int64_t advance, int64_t position, int64_t window,
-        const PagedHead<T> &head, Scratch<T> &scratch, const KeyRun<T> &then
-    ) {
-        const float scale = 1.0f / std::sqrt(float(shape_.head_dim));
-        for (int64_t row = 0; row < row_count; row += ATTENTION_ROWS) {
-            int64_t begins[ATTENTION_ROWS], ends[ATTENTION_ROWS];
-            for (int64_t r = 0; r < ATTENTION_ROWS; ++r) {
-                ends[r] = position + (row + r) * advance + 1;
-                begins[r] = first_visible(ends[r], window);
-            }
-            const int rows = int(std::min<int64_t>(ATTENTION_ROWS, row_count - row));
-            const Left<T> *queries = queries_.data() + first + row * stride;
-            Left<T> *out = attended_.data() + first + row * stride;
-            if constexpr (IN_TILES) {
-                attend_in_tiles(
-                    queries, stride, rows, begins, ends, head, shape_.head_dim, scale, out, stride, scratch, then
-                );
-            } else {
-                with_count<ATTENTION_ROWS>(rows, [&]<int R>() {
-                    attend<T, R>(
-                        queries, stride, begins, ends, head, shape_.head_dim, scale, out, stride, scratch, then
-                    );
-                });
-            }
-        }
-    }
-
     Shape shape_;
     Team team_;
     std::vector<Layer> layers_; // the last entry holds the parts above all layers
     std::vector<Scratch<T>> scratches_;
     Buffer<T> embedding_;
-    int64_t hidden_stride_, mixed_stride_, heads_stride_, gated_stride_, byte_stride_, layer_stride_;
-    // The pool. Zeroed, since blocks are read to their ends with weight 0, so they must be finite;
-    // the system provides zeroed pages on first use.
-    Buffer<T> keys_, values_;
+    int64_t hidden_stride_, mixed_stride_, heads_stride_, gated_stride_, byte_stride_;
+    std::unique_ptr<AnyPool<T>> pool_;
     Buffer<float> hidden_, mixed_;
     Buffer<Left<T>> normed_, queries_, attended_, gated_;
     Buffer<int8_t> bytes_; // left rows of a product with quantized weights

@@ -25,7 +25,7 @@ from inference.checkpoint.checkpoint import DecoderConfig
 from inference.checkpoint.tensors import LinearWeights
 from inference.decoder.model import DecoderWeights, Logits, rotary_tables
 from inference.errors import InvariantViolated
-from inference.kv_blocks import blocks_for
+from inference.kv_blocks import KV_BITS, KvType, blocks_for
 from inference.native import loader
 from inference.native.packed_file import (
     PackedFile,
@@ -70,6 +70,7 @@ class _Shape(ctypes.Structure):
         ),
         ("rms_norm_eps", ctypes.c_float),
         ("thread_count", ctypes.c_int32),
+        ("kv_bits", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("cosines", "sines", "windows")),
     ]
 
@@ -131,6 +132,7 @@ class NativeDecoder:
         dtype: torch.dtype,
         context_window_tokens: int,
         block_count: int,
+        kv_dtype: KvType,
     ) -> None:
         """Pack the weights, which can be freed afterwards, and allocate `block_count` blocks.
         Requires `supports`.
@@ -158,6 +160,7 @@ class NativeDecoder:
             block_count,
             config.rms_norm_eps,
             self._thread_count,
+            KV_BITS[kv_dtype],
             *(table.data_ptr() for table in self._rotation),
             windows.buffer_info()[0],
         )

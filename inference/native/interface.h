@@ -13,6 +13,7 @@ struct Shape {
     int64_t block_count; // KV blocks of the pool
     float rms_norm_eps;
     int32_t thread_count;
+    int64_t kv_bits; // of a stored key or value: 32, 16 (bfloat16) or 8 (int8)
     const float *cosines, *sines; // rotation tables; must outlive the decoder
     // attention window of each layer in positions, including the row's own; 0: all
     const int64_t *windows;

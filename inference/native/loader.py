@@ -31,7 +31,7 @@ from inference.kv_blocks import KV_BLOCK_TOKENS
 SWITCH = "WEIR_NATIVE"
 CACHE_DIRECTORY = "WEIR_NATIVE_CACHE"  # environment variable: cache directory for libraries
 COMPILERS = ("c++", "g++", "clang++")
-COMPILE_TIMEOUT_S = 180.0  # seconds: 10 times the time on two idle cores
+COMPILE_TIMEOUT_S = 300.0  # seconds: 10 times the time on two idle cores
 SOURCE = Path(__file__).with_name("decoder.cpp")
 FLAGS = (
     "-std=c++20",

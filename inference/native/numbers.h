@@ -209,6 +209,13 @@ INLINE void store(Bfloat16 *to, const Vector &value) {
 #endif
 }
 
+// 16 whole numbers from -128 to 127.
+INLINE void store(int8_t *to, const Vector &value) {
+    int32_t whole[LANES];
+    store_bits(whole, truncated(value));
+    for (int lane = 0; lane < LANES; ++lane) to[lane] = int8_t(whole[lane]);
+}
+
 INLINE float to_float(float value) { return value; }
 
 INLINE float to_float(Bfloat16 value) {

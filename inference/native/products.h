@@ -76,23 +76,23 @@ INLINE void multiply_add(Vector &sum, const Bfloat16 *left, const Vector &right)
 #endif
 }
 
-// Cache lines prefetched during a product: per step, one at each of `begins`.
-template <int COUNT> struct Ahead {
+// Bytes prefetched during a product: per step, STEP_BYTES at each of `begins`, at most a cache line.
+template <int COUNT, int STEP_BYTES = LINE_BYTES> struct Ahead {
     const void *begins[COUNT];
     INLINE void touch(int64_t step) const {
 #pragma GCC unroll 8
-        for (int i = 0; i < COUNT; ++i) __builtin_prefetch(static_cast<const char *>(begins[i]) + step * LINE_BYTES, 0, 2);
+        for (int i = 0; i < COUNT; ++i) __builtin_prefetch(static_cast<const char *>(begins[i]) + step * STEP_BYTES, 0, 2);
     }
 };
-template <> struct Ahead<0> {
+struct NothingAhead {
     INLINE void touch(int64_t) const {}
 };
 
 // sums[r][c] += left row r x right columns c, over `steps` units. Rows lie `left_stride` apart; vector c begins at right[c] and
 // goes on every `right_stride`. W: T, or int8_t.
-template <class T, class W, int R, int C, int A = 0> INLINE void multiply(
+template <class T, class W, int R, int C, class A = NothingAhead> INLINE void multiply(
     Vector (&sums)[R][C], const Left<T> *left, int64_t left_stride, const W *const (&right)[C], int64_t right_stride,
-    int64_t steps, const Ahead<A> &ahead = {}
+    int64_t steps, const A &ahead = {}
 ) {
     for (int64_t step = 0; step < steps; ++step) {
         const auto add = [&](const auto *values, const auto &load_column) INLINE_LAMBDA {

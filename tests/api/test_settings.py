@@ -167,6 +167,17 @@ def test_type_and_device_reach_the_engines() -> None:
 
 
 @pytest.mark.usefixtures("bare")
+def test_the_type_of_the_kv_cache_reaches_engines_on_a_cpu_only() -> None:
+    settings = {"WEIR_ENGINE_KV_DTYPE": "int8", "WEIR_MODELS": "a=/x"}
+
+    assert built(Settings.from_environment(settings)).kv_dtype == "int8"
+
+    on_gpu = Settings.from_environment(settings | {"WEIR_ENGINE_DEVICE": "cuda"})
+    with pytest.raises(SettingInvalid, match="WEIR_ENGINE_KV_DTYPE='int8': has no kernels on"):
+        built(on_gpu)
+
+
+@pytest.mark.usefixtures("bare")
 def test_a_gpu_has_other_defaults() -> None:
     """A replica has a GPU alone, whose free memory is its KV cache."""
     cpu, gpu = (

@@ -13,7 +13,7 @@ from inference import engine
 from inference.adapters.torch_beams import BeamSearches
 from inference.core.engine_core import EngineCore, NumberedEvent
 from inference.core.kv_cache import BlockPool
-from inference.core.options import ComputeDtype, EngineOptions
+from inference.core.options import ComputeDtype, EngineOptions, KvDtype
 from inference.errors import InvariantViolated
 from inference.limits import EngineLimits
 
@@ -39,13 +39,20 @@ def make_core(
     kv_cache_bytes: int = SMALL_KV_BYTES,
     step_token_count_max: int = 256,
     compute_dtype: ComputeDtype = "float32",
+    kv_dtype: KvDtype = "auto",
     **limits: int,
 ) -> EngineCore:
     """Return a core with small pools. limits: other fields of `EngineLimits`."""
     bounds = {"context_window_tokens": 2048, "step_token_count_max": step_token_count_max} | limits
     engine_limits = EngineLimits(**bounds)
     return EngineCore(
-        EngineOptions(str(directory), engine_limits, compute_dtype, kv_cache_bytes=kv_cache_bytes)
+        EngineOptions(
+            str(directory),
+            engine_limits,
+            compute_dtype,
+            kv_cache_bytes=kv_cache_bytes,
+            kv_dtype=kv_dtype,
+        )
     )
 
 

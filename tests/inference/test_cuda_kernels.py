@@ -325,7 +325,7 @@ def test_a_gpu_that_is_behind_reads_the_inputs_of_each_step(triton_kernels: Torc
     options = EngineOptions("", limits, kv_cache_bytes=1 << 20)
     weights = random_weights(shape, torch.float32, cpu)
     with late, torch.inference_mode():
-        LateDecoder(config_of(shape, 256), weights, torch.float32, options, triton_kernels)
+        LateDecoder(config_of(shape, 256), weights, options, triton_kernels)
         late.synchronize()
 
 

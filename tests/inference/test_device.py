@@ -111,6 +111,18 @@ def test_a_forward_pass_mixes_no_devices(tmp_path: Path) -> None:
             decoder.forward(batch, pools)
 
 
+def test_a_kv_cache_without_kernels_is_named(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    options = EngineOptions(
+        str(tiny.directory), EngineLimits(512), "bfloat16", None, "cuda", kv_dtype="int8"
+    )
+
+    with pytest.raises(EngineStartFailed, match="of type int8 has no kernels on cuda: use auto"):
+        EngineCore(options)
+
+
 @pytest.mark.parametrize("compute_dtype", ["bfloat16", "int8"])
 def test_a_gpu_that_is_too_small_or_a_type_without_kernels_is_named(
     tiny: TinyCheckpoint, compute_dtype: ComputeDtype, monkeypatch: pytest.MonkeyPatch

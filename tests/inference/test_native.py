@@ -16,7 +16,7 @@ import torch
 
 from inference.checkpoint.checkpoint import read_config
 from inference.core.model_runner import ModelRunner
-from inference.core.options import ComputeDtype, EngineOptions
+from inference.core.options import ComputeDtype, EngineOptions, KvDtype
 from inference.core.scheduler import Chunk, StepPlan
 from inference.core.sequence import Sequence as EngineSequence
 from inference.decoder.model import Logits
@@ -45,6 +45,13 @@ SHAPES = {
 }
 # As a share of the logits' spread.
 MEAN_DIFFERENCE_MAX = {"float32": 1e-5, "bfloat16": 0.07, "int8": 0.07}
+# A number between two whole ones may be rounded either way after sums in another order.
+KV_DIFFERENCE_MAX = 1e-3
+SMALLER_KV: list[tuple[ComputeDtype, KvDtype]] = [
+    ("float32", "int8"),
+    ("float32", "bfloat16"),
+    ("bfloat16", "int8"),
+]
 
 LIBRARY = loader.load()
 LEVELS = (
@@ -67,6 +74,7 @@ def run_steps(
     native: bool,
     level: str = "1",
     chunk_size: int = 200,
+    kv: KvDtype = "auto",
 ) -> list[torch.Tensor]:
     """Return all logits of prompts computed in chunks, then of steps with fixed tokens.
 
@@ -84,7 +92,9 @@ def run_steps(
         recorder.logits.append(logits.values.clone())
         return logits
 
-    options = EngineOptions(str(directory), EngineLimits(1024), dtype, kv_cache_bytes=32 << 20)
+    options = EngineOptions(
+        str(directory), EngineLimits(1024), dtype, kv_cache_bytes=32 << 20, kv_dtype=kv
+    )
     runner = ModelRunner(options, read_config(directory), lambda fraction: None)
     assert isinstance(runner._decoder, NativeDecoder) == native
     if native and level != "1" and dtype != "float32":
@@ -144,10 +154,54 @@ def test_logits_equal_those_of_torch(
 
 
 @needs_compiler
+@pytest.mark.parametrize(("dtype", "kv"), SMALLER_KV)
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_with_a_smaller_kv_cache_equal_those_of_torch(
+    name: str, dtype: ComputeDtype, kv: KvDtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp32 both decoders store the same numbers. Those of the exact cache are farther away."""
+    directory = make_checkpoint(tmp_path, seed=3, shape=SHAPES[name]).directory
+
+    reference = torch.cat(run_steps(directory, dtype, monkeypatch, native=False, kv=kv))
+
+    exact = torch.cat(run_steps(directory, dtype, monkeypatch, native=False))
+    difference_max = KV_DIFFERENCE_MAX if dtype == "float32" else MEAN_DIFFERENCE_MAX[dtype]
+    for level in LEVELS:
+        native = torch.cat(
+            run_steps(directory, dtype, monkeypatch, native=True, level=level, kv=kv)
+        )
+        difference = (native - reference).abs().mean() / reference.std()
+        assert difference < difference_max, level
+    change = (reference - exact).abs().mean() / exact.std()
+    assert 0 < change < MEAN_DIFFERENCE_MAX["int8"]
+    assert dtype != "float32" or difference < change / 2
+
+
+@pytest.mark.parametrize("head_dim", [48, 64, 128])
+def test_one_gib_holds_almost_twice_the_contexts_in_int8(head_dim: int, tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, shape=LlamaShape(head_dim=head_dim)).directory
+    config = read_config(directory)
+
+    bfloat16, int8 = (
+        EngineOptions(str(directory), EngineLimits(1024), "bfloat16", kv_dtype=kv)
+        for kv in ("auto", "int8")
+    )
+
+    assert int8.block_count(config) >= 1.9 * bfloat16.block_count(config)
+
+
+@needs_compiler
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "kv"),
+    [("float32", "auto"), ("bfloat16", "auto"), ("int8", "auto"), *SMALLER_KV],
+)
 def test_logits_do_not_depend_on_the_size_of_chunks(
-    dtype: ComputeDtype, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: ComputeDtype,
+    kv: KvDtype,
+    level: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Exactly, for a prompt computed at once, in parts, and token by token."""
     directory = make_checkpoint(tmp_path, seed=3, shape=SHAPES["heads of 48"]).directory
@@ -155,7 +209,9 @@ def test_logits_do_not_depend_on_the_size_of_chunks(
 
     def last_logits(chunk_size: int) -> torch.Tensor:
         monkeypatch.setenv(loader.SWITCH, level)
-        options = EngineOptions(str(directory), EngineLimits(1024), dtype, kv_cache_bytes=32 << 20)
+        options = EngineOptions(
+            str(directory), EngineLimits(1024), dtype, kv_cache_bytes=32 << 20, kv_dtype=kv
+        )
         runner = ModelRunner(options, read_config(directory), lambda fraction: None)
         sequence = _sequence(0, prompt)
         sequence.block_table = list(range(20))

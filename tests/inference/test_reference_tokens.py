@@ -282,6 +282,36 @@ def test_chunked_equals_whole(
         assert chunked.token_ids == whole.token_ids, chunk
 
 
+@pytest.mark.parametrize(
+    ("way", "dtype"), [case for case in STEADY if case[0] != "torch" and case[1] != "int8"]
+)
+def test_a_kv_cache_in_eight_bits_keeps_every_equality(
+    way: str, dtype: ComputeDtype, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batched, preempted and cached are as alone, because a token's scale is its own."""
+    choose_way(way, monkeypatch)
+    rng = random.Random(9)
+    requests = [make_request(random_prompt(rng, 60 + number), 100) for number in range(6)]
+    core = make_core(tiny.directory, compute_dtype=dtype, kv_dtype="int8")
+    crowded = make_core(
+        tiny.directory,
+        compute_dtype=dtype,
+        kv_dtype="int8",
+        kv_cache_bytes=1,
+        context_window_tokens=256,
+        owed_output_token_count_max=1,
+    )
+
+    alone = [run_all(core, [request], number)[0] for number, request in enumerate(requests)]
+    cached = run_all(core, requests, first_number=10)
+    preempted = run_all(crowded, requests)
+
+    assert crowded.statistics().preemption_count > 0
+    assert all(outcome.cached_token_count for outcome in cached)
+    for outcomes in (cached, preempted):
+        assert [each.token_ids for each in outcomes] == [each.token_ids for each in alone]
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_preempted_equals_undisturbed(

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from api.cli.commands import doctor as commands
 from common.cpus import UsableCpus
-from inference.core.options import ComputeDtype
+from inference.checkpoint.checkpoint import read_config
+from inference.core.options import ComputeDtype, KvDtype
 from inference.doctor import embedded as doctor
 from inference.doctor.findings import Verdict
 from inference.native import loader
@@ -33,8 +34,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     loader.load.cache_clear()
 
 
-def answers(directory: Path, dtype: ComputeDtype = "bfloat16") -> dict[str, tuple[Verdict, str]]:
-    found = doctor.examine(directory, dtype, ONE_CPU)
+def answers(
+    directory: Path, dtype: ComputeDtype = "bfloat16", kv: KvDtype = "auto"
+) -> dict[str, tuple[Verdict, str]]:
+    found = doctor.examine(directory, dtype, kv, ONE_CPU)
     assert len(found) == len(doctor.QUESTIONS)
     assert [each for each in found if each.verdict is Verdict.BAD] == []
     return {each.question: (each.verdict, each.seen) for each in found}
@@ -50,6 +53,23 @@ def test_the_best_kernels_of_the_processor_are_expected(tiny: TinyCheckpoint) ->
     assert found[KERNELS] == (Verdict.EXPECTED, f"{levels[0]}: best of {', '.join(levels)}")
     assert found["With how many threads does it compute, and why?"][1] == "1, by affinity mask"
     assert found["At what rate do all threads together read memory?"][1] == "12.3 GB/s"
+
+
+def test_the_type_of_the_kv_cache_is_reported_with_its_capacity(tiny: TinyCheckpoint) -> None:
+    question = "Which type do keys and values have, and how many tokens fit in 1 GiB?"
+
+    seen = [answers(tiny.directory, kv=kv)[question][1] for kv in ("auto", "int8")]
+
+    config = read_config(tiny.directory)
+    heads = 2 * config.layer_count * config.kv_head_count
+    tokens = [
+        (1 << 30) // (16 * heads * head_bytes) * 16
+        for head_bytes in (2 * config.head_dim, config.head_dim + 2)
+    ]
+    assert seen == [
+        f"bfloat16: {tokens[0]:,} tokens in 1 GiB",
+        f"int8: {tokens[1]:,} tokens in 1 GiB",
+    ]
 
 
 def test_excluded_kernels_are_named(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
