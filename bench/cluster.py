@@ -17,9 +17,10 @@ times slower than the hardware, and 0.2 that one is five times faster, to compar
 Undilated is the rate at the hardware's own speed. The tokens of a replica's step for one stream
 are one message; larger messages cost less per token.
 
-One core runs the api processes (two share it in the last case), the other one everything else:
+One core runs the api processes (two share it in the last two cases), the other one everything else:
 PostgreSQL, workers, client. Costs are CPU time of processes. Figures for a full api core are
-computed from them; the last case but one checks them.
+computed from them; the case `full` checks them. In the last case both api processes use the same
+workers.
 """
 
 from __future__ import annotations
@@ -107,14 +108,15 @@ def prompts(own_words: int) -> list[str]:
 
 @contextlib.contextmanager
 def cluster(
-    site: Site, key: str, replica_count: int, dilation: float, api_count: int
+    site: Site, key: str, replica_count: int, dilation: float, api_count: int, *, is_shared: bool
 ) -> Iterator[tuple[list[str], Processes]]:
     """Run the api processes of a case, with all their replicas ready."""
     with contextlib.ExitStack() as stack:
         servers = []
+        engines = stack.enter_context(site.home())
         for _ in range(api_count):
             home = stack.enter_context(site.home())
-            count = replica_count // api_count
+            count = replica_count if is_shared else replica_count // api_count
             version = {
                 "engine": "simulated",
                 "directory": str(next(iter(bundled_models().values())).absolute()),
@@ -124,6 +126,7 @@ def cluster(
             settings = Settings.of(
                 database_url=site.database_url,
                 home=home,
+                engine_directory=str(engines) if is_shared else "",
                 listen="127.0.0.1:0",
                 models={},
                 fleet=str(home / "fleet.yaml"),
@@ -153,6 +156,8 @@ def run(
     replica_count: int,
     dilation: float,
     api_count: int = 1,
+    *,
+    is_shared: bool = False,
 ) -> Values:
     """Run a cluster and measure it under load from one client.
 
@@ -160,7 +165,10 @@ def run(
     steady state would take long. The engines end answers, so that their lengths vary. Raises:
     RuntimeError if a request fails.
     """
-    with cluster(site, keys[0], replica_count, dilation, api_count) as (addresses, processes):
+    with cluster(site, keys[0], replica_count, dilation, api_count, is_shared=is_shared) as (
+        addresses,
+        processes,
+    ):
         load = {
             "addresses": addresses,
             "model": MODEL,
@@ -222,6 +230,7 @@ def prepare(options: argparse.Namespace) -> Iterator[Cases]:
         cases.append((f"{options.full} replicas, 1 api, full", full))
         two = partial(measured, options.two, options.two_dilation, 2)
         cases.append((f"{options.two} replicas, 2 api", two))
+        cases.append((f"{options.two} replicas, 2 api, shared", partial(two, is_shared=True)))
         yield [Case(name, {"Weir": each}) for name, each in cases]
 
 
@@ -237,8 +246,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     numbers = {
         "--full": (16, "replicas of the case with a full api core"),
         "--full-dilation": (0.5, "time dilation of that case"),
-        "--two": (8, "replicas of the case with two api processes"),
-        "--two-dilation": (1.6, "time dilation of that case"),
+        "--two": (8, "replicas of the cases with two api processes"),
+        "--two-dilation": (1.6, "time dilation of those cases"),
     }
     for name, (number, what) in numbers.items():
         parser.add_argument(

@@ -201,7 +201,7 @@ def test_several_processes_share_the_port_and_the_engine(
         return [each.pid for each in found if each.serving and alive(each.pid)]
 
     def worker() -> int:
-        [lock] = (home / "engines").glob("*.lock")
+        [lock] = (home / "engines").glob(f"{MODEL}*.lock")
         return int(json.loads(lock.read_text())["pid"])
 
     unchosen = weir("up", "--detach", "--processes", "3", "--listen", "127.0.0.1:0")
