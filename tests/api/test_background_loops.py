@@ -17,6 +17,7 @@ from common.incidents import INCIDENT_COUNTS, IncidentTaskGroup
 
 LOOPS = {
     "control_channel": "control.run",
+    "queue_exchange": "exchange.run",
     "usage_notices": "notices.run",
     "key_uses": "uses.run",
     "progress": "registry.report_progress_regularly",
@@ -53,7 +54,7 @@ async def test_a_loop_that_raises_is_restarted_alone(monkeypatch: pytest.MonkeyP
     parts.holds.run = loop("holds")
     monkeypatch.setattr(root, "log_statistics_regularly", loop("statistics_log"))
     server = root.Server(Settings(), parts.spares)
-    for name in ("control", "notices", "uses", "registry", "observer", "holds", "pace"):
+    for name in ("control", "exchange", "notices", "uses", "registry", "observer", "holds", "pace"):
         setattr(server, name, getattr(parts, name))
     monkeypatch.setattr(server, "recover_regularly", loop("recovery"))
     before = INCIDENT_COUNTS.copy()
