@@ -17,9 +17,11 @@ from common.incidents import INCIDENT_COUNTS, IncidentTaskGroup
 
 LOOPS = {
     "control_channel": "control.run",
+    "queue_exchange": "exchange.run",
     "usage_notices": "notices.run",
     "fleet_changes": "fleet.run",
     "target_names": "fleet.follow_names",
+    "launching": "launching.run",
     "key_uses": "uses.run",
     "progress": "registry.report_progress_regularly",
     "loop_lag": "observer.loop_lag.measure",
@@ -55,7 +57,8 @@ async def test_a_loop_that_raises_is_restarted_alone(monkeypatch: pytest.MonkeyP
     parts.holds.run = loop("holds")
     monkeypatch.setattr(root, "log_statistics_regularly", loop("statistics_log"))
     server = root.Server(Settings(), parts.spares)
-    for name in ("control", "fleet", "notices", "uses", "registry", "observer", "holds", "pace"):
+    followers = ("control", "exchange", "fleet", "launching", "notices", "uses")
+    for name in (*followers, "registry", "observer", "holds", "pace"):
         setattr(server, name, getattr(parts, name))
     monkeypatch.setattr(server, "recover_regularly", loop("recovery"))
     before = INCIDENT_COUNTS.copy()
