@@ -109,7 +109,7 @@ class RunningFleet:
         if stored is None:
             self._is_none_stored = True
         elif stored.number > self._number:
-            self._newest = stored
+            self._newest, self._fault = stored, ""  # a fault was that of an older version
         else:
             return
         self._changed.set()
