@@ -83,7 +83,7 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "benchmarks": (("bench/",), 11_035),
     "demo": (("demo/",), 4_550),
     "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_636),
-    "tests": (("tests/",), 123_560),
+    "tests": (("tests/",), 123_570),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")
