@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,10 @@ from demo.structured import draw_structured
 from demo.tokenization import extend_tokenizer, token_ids_of, train_tokenizer
 from demo.tool_talk import draw_long_talk, draw_tool_talk
 from demo.turns import Criterion, draw_turn, search
+from inference.core.options import KvDtype
+from inference.engine import SamplingParams
 from inference.text.tokenizer import Tokenizer as ProductTokenizer
+from tests.inference.running import make_core, make_request, run_all
 
 WEIGHTS = Path(inference.demo_model.__file__).parent / "weights"
 
@@ -46,6 +50,32 @@ def raise_template_error(message: str) -> None:
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(WEIGHTS / "tokenizer.json"))
+
+
+def test_a_kv_cache_in_eight_bits_hardly_changes_the_log_probabilities_of_a_long_context(
+    tokenizer: Tokenizer,
+) -> None:
+    def tokens(messages: list[Message]) -> list[int]:
+        return list(token_ids_of(tokenizer, messages, generation_prompt=True))
+
+    cases = [
+        sized_reference_case(seed, lambda messages: len(tokens(messages))) for seed in range(4)
+    ]
+    prompt = [token for case in cases for token in tokens(case.messages(1))][:4000]
+
+    def logprobs(kv_dtype: KvDtype) -> list[float]:
+        core = make_core(
+            WEIGHTS, kv_dtype=kv_dtype, kv_cache_bytes=64 << 20, context_window_tokens=4096
+        )
+        request = make_request(prompt, 1, sampling=SamplingParams(prompt_logprobs=0))
+        return [each.chosen.logprob for each in run_all(core, [request])[0].prompt_logprobs]
+
+    exact, stored = logprobs("auto"), logprobs("int8")
+
+    assert len(exact) == len(prompt) == 4000
+    differences = [abs(each - other) for each, other in zip(exact, stored, strict=True)]
+    assert 0 < statistics.mean(differences) < 0.03
+    assert abs(statistics.mean(exact) - statistics.mean(stored)) < 0.005
 
 
 class ChatTemplate:
