@@ -80,10 +80,10 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "command line": (("sdk/python/src/weir_cli/",), 8_717),
     "Python client": (("sdk/python/",), 7_470),
     "TypeScript client": (("sdk/typescript/",), 6_565),
-    "benchmarks": (("bench/",), 11_380),
+    "benchmarks": (("bench/",), 11_389),
     "demo": (("demo/",), 4_524),
     "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_713),
-    "tests": (("tests/",), 130_189),
+    "tests": (("tests/",), 130_222),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")
