@@ -78,12 +78,12 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 100_195),
     "fault injection": (("chaos/",), 1_059),
     "command line": (("sdk/python/src/weir_cli/",), 8_393),
-    "Python client": (("sdk/python/",), 7_471),
+    "Python client": (("sdk/python/",), 7_478),
     "TypeScript client": (("sdk/typescript/",), 6_565),
     "benchmarks": (("bench/",), 10_945),
     "demo": (("demo/",), 4_535),
     "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_667),
-    "tests": (("tests/",), 124_294),
+    "tests": (("tests/",), 124_296),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")
