@@ -16,6 +16,7 @@ from tests.sdk.scripted import ScriptedInference
 from tests.sdk.tcp_proxy import TcpProxy
 from tests.service import MODEL, PLAIN_IDS, Service
 
+CONNECT_S = 20.0
 PROMPT = list(PLAIN_IDS[:10])
 
 
@@ -36,8 +37,9 @@ async def answer_one(stream: scripted.ServerStream) -> None:
 
 async def connected(client: AsyncClient, servers: list[ScriptedInference]) -> None:
     """Call until each server has answered: the first calls go to the first that is connected."""
-    while not all(server.requests for server in servers):
-        await client.list_models()
+    async with asyncio.timeout(CONNECT_S):
+        while not all(server.requests for server in servers):
+            await client.list_models()
 
 
 @pytest.mark.parametrize("is_list", [True, False])

@@ -7,6 +7,7 @@ server when one is lost, and the first call to the server that answers first.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,16 +34,14 @@ class BalancedChannel:
             states = [channel.get_state(try_to_connect=True) for channel in self._channels]
             if READY in states or all(state in FAILED for state in states):
                 return
-            changes = [
-                asyncio.ensure_future(channel.wait_for_state_change(state))
-                for channel, state in zip(self._channels, states, strict=True)
-            ]
-            try:
+            async with asyncio.TaskGroup() as tasks:
+                changes = [
+                    tasks.create_task(changed(channel, state))
+                    for channel, state in zip(self._channels, states, strict=True)
+                ]
                 await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
-            finally:
                 for change in changes:
                     change.cancel()
-                await asyncio.gather(*changes, return_exceptions=True)
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:
         """Return a call with one response on the next channel."""
@@ -77,3 +76,9 @@ class BalancedChannel:
         rank = [0 if state is READY else 2 if state in FAILED else 1 for state in states]
         self._last = order[rank.index(min(rank))]
         return self._last
+
+
+async def changed(channel: grpc.aio.Channel, state: grpc.ChannelConnectivity) -> None:
+    """Wait until the state of a channel changes, or the channel is closed."""
+    with contextlib.suppress(grpc.aio.UsageError):
+        await channel.wait_for_state_change(state)

@@ -266,6 +266,8 @@ class Connection:
     async def connected(self) -> None:
         """Wait until a call can be made, if the client has several addresses."""
         await self._channels.connected()
+        if self._closing.is_set():
+            raise errors.Cancelled("the client was closed")
 
     async def close(self) -> None:
         """Close the channel. Calls that still run or wait for a retry end as Cancelled."""
