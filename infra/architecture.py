@@ -77,13 +77,13 @@ CODE = re.compile(r"\.(py|ts|mjs|css|html|h|cpp|sql)$|(^|/)Dockerfile$|\.Dockerf
 LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 107_847),
     "fault injection": (("chaos/",), 1_059),
-    "command line": (("sdk/python/src/weir_cli/",), 8_717),
-    "Python client": (("sdk/python/",), 7_470),
+    "command line": (("sdk/python/src/weir_cli/",), 8_718),
+    "Python client": (("sdk/python/",), 7_477),
     "TypeScript client": (("sdk/typescript/",), 6_565),
     "benchmarks": (("bench/",), 11_389),
     "demo": (("demo/",), 4_524),
     "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_713),
-    "tests": (("tests/",), 130_222),
+    "tests": (("tests/",), 130_224),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")

@@ -31,7 +31,7 @@ COMMANDS: Mapping[str, Command] = {
     "reconcile": Command(
         "api.cli.commands:reconcile", "Compare usage, ledger, invoices and Stripe.", OPERATOR
     ),
-    "roles": Command("api.cli.commands:roles", "Show what each role may do.", OPERATOR),
+    "key roles": Command("api.cli.commands:roles", "Show what each role may do.", OPERATOR),
     "retention": Command(
         "api.cli.commands:retention", "Remove details of old usage and audit entries.", OPERATOR
     ),

@@ -1,4 +1,4 @@
-"""`weir roles`: prints the table of permissions."""
+"""`weir key roles`: prints the table of permissions."""
 
 from __future__ import annotations
 

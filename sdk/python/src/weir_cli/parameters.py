@@ -22,6 +22,7 @@ COMPLETION_TIMEOUT_S = 1.0
 END_USERS_COMPLETED = 100
 # By the name of the parameter; others have the placeholder of their type.
 PLACEHOLDERS: Mapping[str, str] = {
+    "role": "ROLE",
     "group": "GROUP",
     "organization": "ORG",
     "project": "PROJECT",
