@@ -711,12 +711,13 @@ def exceeded(counters: Counters, failing: Sequence[QuotaRule], charge: Charge) -
     credit = QuotaDimension.PREPAID_CREDIT_PICOS
     never = datetime.max.replace(tzinfo=UTC)
 
-    def order(rule: QuotaRule) -> tuple[bool, datetime, str]:
+    def order(rule: QuotaRule) -> tuple[bool, datetime, str, str]:
         return (
             rule.dimension is not credit,
             never
             if rule.unit is Unit.LIFETIME
             else window_resets(counters.now)[rule.window] or NO_WINDOW,
+            rule.dimension.value,  # of several that reset at once, as at the end of a year
             str(rule.id),
         )
 
