@@ -226,6 +226,32 @@ def test_impossible_values_are_refused(values: dict[str, Any], words: str) -> No
     assert words in answer["error"]
 
 
+def test_the_scaler_is_asked_where_it_listens(examples: dict[str, list[Manifest]]) -> None:
+    manifests = examples["dynamo"]
+    [container] = pods(manifests)["weir-api"]["containers"]
+    listen = {each["name"]: each.get("value", "") for each in container["env"]}["WEIR_KEDA_LISTEN"]
+    [scaled] = [each for each in manifests if each["kind"] == "ScaledObject"]
+    [trigger] = scaled["spec"]["triggers"]
+    [service] = [
+        each
+        for each in manifests
+        if each["kind"] == "Service" and each["metadata"]["name"] == "weir-api"
+    ]
+    [policy] = [
+        each
+        for each in manifests
+        if each["kind"] == "NetworkPolicy" and each["metadata"]["name"] == "weir-api"
+    ]
+
+    host, port = trigger["metadata"]["scalerAddress"].split(":")
+    assert host.startswith("weir-api.")
+    assert trigger["metadata"]["enableTLS"] == "true"
+    [target] = [each for each in service["spec"]["ports"] if each["port"] == int(port)]
+    [inside] = [each for each in container["ports"] if each["name"] == target["targetPort"]]
+    assert listen == f"0.0.0.0:{inside['containerPort']}"
+    assert [{"port": inside["name"]}] in [each["ports"] for each in policy["spec"]["ingress"]]
+
+
 def test_the_rules_and_the_dashboard_are_those_of_the_repository(
     examples: dict[str, list[Manifest]],
 ) -> None:
