@@ -69,8 +69,8 @@ FIGURES = {
         for name in ("schedule", "commit", "check_conservation", "report", "overhead")
     },
     "overhead_share": Figure("overhead, of a step", ".1%"),
-    "decode_share": Figure("decode, of the fair share", ".0%"),
-    "prefill_share": Figure("prefill, of the fair share", ".0%"),
+    "decode_share": Figure("decode, of fair share", ".0%"),
+    "prefill_share": Figure("prefill, of fair share", ".0%"),
 }
 
 
