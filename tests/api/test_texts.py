@@ -27,8 +27,9 @@ from api.core.texts import (
 )
 from metering.tenants.key_terms import GROUP_MAX_CHARS
 
-# Text for a model, as a path from the request; every other string is a short text.
+# Text for a model, and documents, as a path from the request; every other string is a short text.
 FREE_PATHS = {
+    "document",
     "text",
     "start.text",
     "start.stop_sequences",
