@@ -44,7 +44,7 @@ OWN: dict[str, str] = {
             *("invoices", "issued_documents", "ledger_accounts", "ledger_transactions"),
             *("meter_batches", "replica_rentals", "resale_prices", "resale_statements"),
             *("stripe_invoices", "stripe_late_items", "stripe_month_items"),
-            "stripe_month_settlements",
+            *("stripe_month_settlements", "queue_weights"),
         ),
         IN_ORGANIZATION,
     ),
@@ -74,7 +74,8 @@ READ: dict[str, str] = {
 }
 OF_SERVICE = (
     *("alembic_version", "document_series", "live_reports", "replica_drains", "stripe_events"),
-    *("stripe_objects", "worker_incidents"),
+    *("stripe_objects", "worker_incidents", "fleet_versions", "queue_reports"),
+    *("launched_replicas", "replica_demands", "replica_runs"),
 )
 SUBJECTS = f"""
 CREATE VIEW {SCHEMA}.subjects AS
