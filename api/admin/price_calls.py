@@ -316,6 +316,8 @@ def selector_of(message: plan_pb.TokenSelector) -> Selector:
         raise InvalidValue(
             "token_kind", f"must be one of {', '.join(KINDS)}, got {message.token_kind[:64]!r}"
         )
+    if message.tier not in wire.TIERS:
+        raise InvalidValue("tier", "must be SERVICE_TIER_INTERACTIVE or SERVICE_TIER_BATCH")
     return Selector(
         message.model,
         KINDS.get(message.token_kind),

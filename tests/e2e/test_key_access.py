@@ -6,8 +6,10 @@ with an unknown field fails the test until `Victim` gets a value for it.
 
 from __future__ import annotations
 
+import itertools
 import uuid
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -29,6 +31,7 @@ from api.core.health import SERVICES
 from metering.alerts.alerts import Alert
 from metering.core.models import QuotaDimension
 from metering.tenants.authentication import new_secret
+from tests.e2e.test_fuzzed_bodies import OF_OURS, incident_count
 from tests.metering.usage import Consumed, Customer, add_usage, new_price
 from tests.service import MODEL, Refusal, Service, Tenant, bearer, cancel, start
 
@@ -340,6 +343,55 @@ async def test_a_call_is_refused_before_its_request_is_read(service: Service) ->
             answer = await call(channel, method, out_of_range(method.input_type), stranger.secret)
             assert isinstance(answer, Refusal), method.full_name
             assert answer.reason == "PERMISSION_DENIED", (method.full_name, answer)
+
+
+async def test_an_unknown_value_of_an_enum_is_no_fault_of_the_server(
+    service: Service, victim: Victim
+) -> None:
+    """Numbers of newer clients arrive as they are, at any depth of a message."""
+    scopes = ("inference", "admin", "billing")
+    tenant = await service.tenant(scopes=scopes)
+    values = defaultdict(lambda: "x", COMMON | victim.things)
+    incidents, count = incident_count(service), 0
+
+    async with service.channel() as channel:
+        for method in methods():
+            kind = method.input_type
+            for request in itertools.chain(
+                unknown_enums(kind, lambda each: filled(each, values)),
+                unknown_enums(kind, lambda each: GetMessageClass(each)()),
+            ):
+                count += 1
+                answer = await call(channel, method, request, tenant.secret)
+                code = answer.code.name if isinstance(answer, Refusal) else ""
+                assert code not in OF_OURS, (method.full_name, request, answer)
+
+    assert count > 30
+    assert incident_count(service) == incidents
+
+
+def unknown_enums(
+    kind: Descriptor, base: Callable[[Descriptor], Any], depth: int = 0
+) -> Iterator[Any]:
+    """Yield messages, otherwise as `base` makes them, with an unknown number for one enum."""
+    for field in kind.fields:
+        if field.enum_type is not None:
+            message = base(kind)
+            if field.is_repeated:
+                getattr(message, field.name).append(35)
+            else:
+                setattr(message, field.name, 35)
+            yield message
+        elif field.message_type is not None and depth < 4 and field.name != "start":
+            if field.message_type.GetOptions().map_entry:
+                continue
+            for inner in unknown_enums(field.message_type, base, depth + 1):
+                message = base(kind)
+                if field.is_repeated:
+                    getattr(message, field.name).append(inner)
+                else:
+                    getattr(message, field.name).CopyFrom(inner)
+                yield message
 
 
 def out_of_range(kind: Descriptor) -> Any:
