@@ -161,6 +161,7 @@ def test_a_schema_of_another_line_is_refused_with_what_to_do(
     with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
         newer = bare_weir(command)
+        connection.execute("DROP SCHEMA organization_border CASCADE")
         connection.execute("ALTER TABLE ledger_transactions DROP description, ADD description text")
         connection.execute("UPDATE alembic_version SET version_num = '0008'")
         development = bare_weir(command)

@@ -67,6 +67,7 @@ NOT_RUN = {
     ("docs/how-to/deploy.md", "pip download"): "downloads all dependencies",
     ("docs/how-to/kubernetes.md", "kubectl create"): "needs a cluster; test_chart.py has the chart",
     ("docs/how-to/monitor.md", "pip install"): "needs a collector; tests/e2e/test_spans.py has one",
+    ("docs/reference/fleet.md", "$ weir fleet show"): "needs a canary; tests/cli/test_fleet.py",
     ("docs/how-to/prove-the-ledger.md", "weir chaos"): "takes minutes; tests/faults/test_chaos.py",
     ("docs/how-to/scale-out.md", "export WEIR_HOME"): "needs two machines; test_peer_port.py",
     ("docs/how-to/scale-out.md", "$ python -m bench.router"): "tests/bench/test_router_bench.py",
@@ -138,7 +139,15 @@ PREPARED = {
     "README.md": Page({".venv/bin/weir": "weir"}, WITH_ENVIRONMENT),
     "docs/how-to/see-your-usage.md": Page(setup=WITH_ENVIRONMENT),
     "docs/how-to/add-a-model.md": Page(
-        {"/models/one": str(WEIGHTS), "/models/two": str(WEIGHTS)}, OWN_PROCESS
+        {
+            "/models/one": str(WEIGHTS),
+            "/models/two": str(WEIGHTS),
+            "weir fleet diff": (
+                f"sed -i 's|^models:|&\\n  large: {{directory: {WEIGHTS}}}|' fleet.yaml;"
+                " weir fleet diff"
+            ),
+        },
+        OWN_PROCESS,
     ),
     "docs/how-to/back-up.md": Page(
         {
