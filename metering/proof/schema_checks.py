@@ -8,11 +8,12 @@ from metering.proof.check import Check, Moment
 # may change in their rows.
 APPEND_ONLY = """
     adjustment_decisions adjustments alerts audit_log audit_retentions billing_months
-    credit_applications credit_grants document_series invoice_letterheads invoice_lines invoices
-    issued_documents ledger_accounts ledger_entries ledger_transactions meter_batches month_closings
-    plan_assignments plan_versions price_versions receipt_batches receipt_keys resale_prices
-    resale_statement_lines resale_statements retired_receipts stripe_events stripe_late_items
-    stripe_month_items stripe_month_settlements usage_corrections usage_days usage_events
+    credit_applications credit_grants document_series fleet_versions invoice_letterheads
+    invoice_lines invoices issued_documents ledger_accounts ledger_entries ledger_transactions
+    meter_batches month_closings plan_assignments plan_versions price_versions receipt_batches
+    receipt_keys resale_prices resale_statement_lines resale_statements retired_receipts
+    stripe_events stripe_late_items stripe_month_items stripe_month_settlements
+    usage_corrections usage_days usage_events
 """
 
 # Each trigger with its function. A migrated database has exactly these; a test compares them.

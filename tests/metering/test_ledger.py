@@ -131,7 +131,7 @@ async def test_nothing_else_of_an_event_changes_when_it_is_rated(acme: Acme) -> 
         columns = await session.execute(
             text(
                 """SELECT column_name, data_type FROM information_schema.columns
-                   WHERE table_name = 'usage_events'
+                   WHERE table_schema = 'public' AND table_name = 'usage_events'
                     AND is_identity = 'NO' AND column_name NOT IN ('rated_at',
                     'ledger_transaction_id', 'settled_at')"""
             )
