@@ -290,6 +290,7 @@ USAGE_PAGE = usage_pb.GetUsageResponse(
     total=usage_row(171_000, 7),
     time_zone="UTC",
 )
+SUSPENSION = admin_pb.Suspension(reason="unpaid", create_time=NOON, by_operator=True)
 
 
 class ScriptedAccounts:
@@ -310,11 +311,20 @@ class ScriptedAccounts:
             name="web",
             create_time=NOON,
         )
+        suspended = admin_pb.Organization(name="acme", suspension=SUSPENSION)
         replies: list[Message] = [
             admin_pb.CreateOrganizationResponse(organization=organization),
             admin_pb.ListOrganizationsResponse(organizations=[organization]),
             admin_pb.SetBillingProfileResponse(organization=organization),
             admin_pb.SetQueueWeightResponse(organization=organization),
+            admin_pb.UpdateOrganizationResponse(organization=organization),
+            admin_pb.SuspendOrganizationResponse(organization=suspended),
+            admin_pb.ResumeOrganizationResponse(organization=organization),
+            admin_pb.UpdateProjectResponse(project=project),
+            admin_pb.SuspendProjectResponse(
+                project=admin_pb.Project(name="web", suspension=suspended.suspension)
+            ),
+            admin_pb.ResumeProjectResponse(project=project),
             admin_pb.CreateProjectResponse(project=project),
             admin_pb.ListProjectsResponse(projects=[project]),
             admin_pb.CreateApiKeyResponse(api_key=KEY, secret="weir_ab12cd_topsecret"),

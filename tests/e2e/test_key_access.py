@@ -40,8 +40,10 @@ CHANGING_MONEY = {
     *("CreateAdjustment", "ApproveAdjustment", "RejectAdjustment"),
 }
 RESALE = {"SetResalePrice", "RentReplicas", "EndReplicaRental"}
+OF_OWNERS = {"UpdateOrganization"}
 OF_KEYS = {"CreateApiKey", "RotateApiKey", "UpdateApiKey", "RevokeApiKey"}
 OF_ADMINS = {
+    *("UpdateProject", "SuspendProject", "ResumeProject"),
     *("CreateProject", "SetQuota", "OverrideQuota", "DeleteQuota", "ListAuditEntries"),
     *("SetAlertWebhook", "ListAlertWebhooks", "DeleteAlertWebhook", "TestAlertWebhook"),
 }
@@ -124,6 +126,8 @@ def scopes_of(method: MethodDescriptor) -> set[str]:
     match method.name:
         case name if name in OF_KEYS:
             return {"admin", "role:owner", "role:admin", "role:developer"}
+        case name if name in OF_OWNERS:
+            return {"admin", "role:owner"}
         case name if name in OF_ADMINS:
             return {"admin", "role:owner", "role:admin"}
         case name if name in OF_CREDIT:
