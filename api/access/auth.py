@@ -245,8 +245,8 @@ class Authenticator:
         `method` is the gRPC path of the call; a call of the HTTP API passes the path of the RPC
         that it corresponds to. `age_max_s` allows a remembered result of at most this age, unless
         the key is known to have changed. Raises: KeyInvalid for an unknown, expired or revoked key,
-        PermissionDenied, also while its organization or project is suspended if the call is one of
-        models, DatabaseUnavailable, AuthenticationThrottled, TooManyCalls.
+        PermissionDenied, OrganizationSuspended and ProjectSuspended for a call of models,
+        DatabaseUnavailable, AuthenticationThrottled, TooManyCalls.
         """
         roles = ROLES_OF[method]  # a method without a permission is always refused
         digest = digest_of(secret)

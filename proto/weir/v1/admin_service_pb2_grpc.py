@@ -318,17 +318,17 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateOrganization(self, request, context):
-        """Renames an organization. Its id, keys, limits and bills stay; documents of closed months keep the
-        former name. ALREADY_EXISTS if the name is taken.
+        """Renames an organization. Its id, keys, limits and bills stay; documents of closed months keep
+        the former name. ALREADY_EXISTS if the name is taken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SuspendOrganization(self, request, context):
-        """Suspends an organization: calls of `InferenceService` with its keys are refused, and its running
-        requests end in every process as `failed`, with the reason ORGANIZATION_SUSPENDED and their
-        final usage. Other calls work. Idempotent.
+        """Suspends an organization: calls of `InferenceService` with its keys are refused, and its
+        running requests end in every process as `failed`, with the reason ORGANIZATION_SUSPENDED and
+        their final usage. Other calls work. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,13 +50,13 @@ class AdminServiceStub:
     CreateOrganization: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CreateOrganizationRequest, _admin_service_pb2.CreateOrganizationResponse]
     """Creates an organization. ALREADY_EXISTS if the name is taken."""
     UpdateOrganization: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.UpdateOrganizationRequest, _admin_service_pb2.UpdateOrganizationResponse]
-    """Renames an organization. Its id, keys, limits and bills stay; documents of closed months keep the
-    former name. ALREADY_EXISTS if the name is taken.
+    """Renames an organization. Its id, keys, limits and bills stay; documents of closed months keep
+    the former name. ALREADY_EXISTS if the name is taken.
     """
     SuspendOrganization: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SuspendOrganizationRequest, _admin_service_pb2.SuspendOrganizationResponse]
-    """Suspends an organization: calls of `InferenceService` with its keys are refused, and its running
-    requests end in every process as `failed`, with the reason ORGANIZATION_SUSPENDED and their
-    final usage. Other calls work. Idempotent.
+    """Suspends an organization: calls of `InferenceService` with its keys are refused, and its
+    running requests end in every process as `failed`, with the reason ORGANIZATION_SUSPENDED and
+    their final usage. Other calls work. Idempotent.
     """
     ResumeOrganization: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeOrganizationRequest, _admin_service_pb2.ResumeOrganizationResponse]
     """Ends the suspension of an organization. Idempotent."""
@@ -197,13 +197,13 @@ class AdminServiceAsyncStub(AdminServiceStub):
     CreateOrganization: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CreateOrganizationRequest, _admin_service_pb2.CreateOrganizationResponse]  # type: ignore[assignment]
     """Creates an organization. ALREADY_EXISTS if the name is taken."""
     UpdateOrganization: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.UpdateOrganizationRequest, _admin_service_pb2.UpdateOrganizationResponse]  # type: ignore[assignment]
-    """Renames an organization. Its id, keys, limits and bills stay; documents of closed months keep the
-    former name. ALREADY_EXISTS if the name is taken.
+    """Renames an organization. Its id, keys, limits and bills stay; documents of closed months keep
+    the former name. ALREADY_EXISTS if the name is taken.
     """
     SuspendOrganization: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SuspendOrganizationRequest, _admin_service_pb2.SuspendOrganizationResponse]  # type: ignore[assignment]
-    """Suspends an organization: calls of `InferenceService` with its keys are refused, and its running
-    requests end in every process as `failed`, with the reason ORGANIZATION_SUSPENDED and their
-    final usage. Other calls work. Idempotent.
+    """Suspends an organization: calls of `InferenceService` with its keys are refused, and its
+    running requests end in every process as `failed`, with the reason ORGANIZATION_SUSPENDED and
+    their final usage. Other calls work. Idempotent.
     """
     ResumeOrganization: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeOrganizationRequest, _admin_service_pb2.ResumeOrganizationResponse]  # type: ignore[assignment]
     """Ends the suspension of an organization. Idempotent."""
@@ -353,8 +353,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.UpdateOrganizationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.UpdateOrganizationResponse, _abc.Awaitable[_admin_service_pb2.UpdateOrganizationResponse]]:
-        """Renames an organization. Its id, keys, limits and bills stay; documents of closed months keep the
-        former name. ALREADY_EXISTS if the name is taken.
+        """Renames an organization. Its id, keys, limits and bills stay; documents of closed months keep
+        the former name. ALREADY_EXISTS if the name is taken.
         """
 
     @_abc_1.abstractmethod
@@ -363,9 +363,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.SuspendOrganizationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.SuspendOrganizationResponse, _abc.Awaitable[_admin_service_pb2.SuspendOrganizationResponse]]:
-        """Suspends an organization: calls of `InferenceService` with its keys are refused, and its running
-        requests end in every process as `failed`, with the reason ORGANIZATION_SUSPENDED and their
-        final usage. Other calls work. Idempotent.
+        """Suspends an organization: calls of `InferenceService` with its keys are refused, and its
+        running requests end in every process as `failed`, with the reason ORGANIZATION_SUSPENDED and
+        their final usage. Other calls work. Idempotent.
         """
 
     @_abc_1.abstractmethod
