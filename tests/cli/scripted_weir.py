@@ -96,6 +96,7 @@ BUDGET = types_pb2.QuotaStatus(
     used_value=12_345_678_900_000,
     remaining_value=237_654_321_100_000,
 )
+SUSPENSION = admin_pb.Suspension(reason="unpaid", create_time=NOON, by_operator=True)
 KEY = admin_pb.ApiKey(
     api_key_id="5b1f4c1e-0000-4000-8000-00000000000a",
     name="laptop",
@@ -290,7 +291,6 @@ USAGE_PAGE = usage_pb.GetUsageResponse(
     total=usage_row(171_000, 7),
     time_zone="UTC",
 )
-SUSPENSION = admin_pb.Suspension(reason="unpaid", create_time=NOON, by_operator=True)
 
 
 class ScriptedAccounts:

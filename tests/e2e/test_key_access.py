@@ -456,7 +456,7 @@ async def test_their_owner_is_shown_what_others_are_not(service: Service, victim
 SHOWN_TO_ADMINS = {
     *("ListOrganizations", "ListProjects", "ListApiKeys", "ListQuotas", "SetAlertWebhook"),
     *("GetCreditBalance", "CreateProject", "CreateApiKey", "UpdateApiKey", "RotateApiKey"),
-    *("RevokeApiKey", "SetQuota", "SuspendProject", "ResumeProject", "UpdateProject"),
+    *("RevokeApiKey", "SetQuota", "SuspendProject", "ResumeProject"),
 }
 REFUSALS = {
     *(StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT),
