@@ -119,6 +119,34 @@ async def test_running_requests_end_and_bill_and_new_ones_are_refused(
     await first.no_hold_left(tenant)
 
 
+@pytest.mark.parametrize(("suspend", "resume", "field", "reason"), SUBJECTS)
+async def test_an_answer_over_http_ends_too(
+    pair: Pair, suspend: str, resume: str, field: str, reason: str
+) -> None:
+    """And the next request is refused at once, although its key was checked a moment ago."""
+    first, second = pair
+    tenant = await first.tenant()
+    target = tenant.name if field == "organization" else f"{tenant.name}/main"
+    headers = {"authorization": f"Bearer {tenant.secret}"}
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 3000, "stream": True}
+    async with (
+        aiohttp.ClientSession(headers=headers) as http,
+        http.post(f"{second.openai_url}/completions", json=body) as response,
+    ):
+        await response.content.readline()
+        await operator(first, suspend, **{field: target}, reason=WHY)
+        async with asyncio.timeout(WITHIN_S):
+            rest = (await response.content.read()).decode()
+
+    assert reason.lower() in rest
+    assert WHY in rest
+    assert await http_refusal(second, tenant.secret) == (403, reason.lower())
+    await second.no_hold_left(tenant)
+    [billed] = second.database.billed(tenant).values()
+    assert billed, "what was delivered is billed"
+    await operator(first, resume, **{field: target})
+
+
 async def test_an_open_stream_works_again_after_the_resumption(service: Service) -> None:
     tenant = await service.tenant()
     async with service.stream(tenant.secret) as stream:
