@@ -83,16 +83,16 @@ Comments = Mapping[Any, str]  # by the path of an element in its file
 OPTIONAL = frozenset({
     "Alert.delivery", "Alert.invoice", "Alert.key", "ApiKey.max_input_tokens",
     "ApiKey.max_output_tokens", "EndUser.month_cost", "EndUser.tightest_quota",
-    "FieldChange.after_json", "FieldChange.before_json",
-    "Generation.cost", "Generation.timings", "KeyRestrictions.latest_change",
-    "KeyRestrictions.max_input_tokens", "KeyRestrictions.max_output_tokens",
-    "KilledRequest.generation", "Model.price", "Month.total", "MonthReport.billing_profile",
-    "MonthReport.carried_in", "MonthReport.carried_out", "MonthReport.prepaid_credit",
-    "MonthReport.rounding", "MonthReportLine.rounded_amount", "Organization.billing_profile",
+    "FieldChange.after_json", "FieldChange.before_json", "Generation.cost", "Generation.timings",
+    "KeyRestrictions.latest_change", "KeyRestrictions.max_input_tokens",
+    "KeyRestrictions.max_output_tokens", "KilledRequest.generation", "Model.price", "Month.total",
+    "MonthReport.billing_profile", "MonthReport.carried_in", "MonthReport.carried_out",
+    "MonthReport.prepaid_credit", "MonthReport.rounding", "MonthReportLine.rounded_amount",
+    "Organization.billing_profile", "Organization.suspension", "Project.suspension",
     "ResalePrice.cached_input_picos_per_token", "ResalePrice.embedding_picos_per_token",
     "ResalePrice.input_picos_per_token", "ResalePrice.output_picos_per_token",
-    "ResalePrice.reasoning_picos_per_token",
-    "UsageForecast.expected", "UsageForecast.high", "UsageForecast.low", "UsagePage.total",
+    "ResalePrice.reasoning_picos_per_token", "UsageForecast.expected", "UsageForecast.high",
+    "UsageForecast.low", "UsagePage.total",
 })  # fmt: skip
 # Times and durations that every message has.
 ALWAYS = frozenset({
@@ -166,10 +166,16 @@ WITH_UNDERSCORES = frozenset({
 CALLS: Mapping[str, Mapping[str, str]] = {
     "AdminService": {
         "CreateOrganization": "name",
+        "UpdateOrganization": "organization name",
+        "SuspendOrganization": "organization reason",
+        "ResumeOrganization": "organization",
         "ListOrganizations": "",
         "SetBillingProfile": "organization billing_profile:profile",
         "SetQueueWeight": "organization queue_weight_milli",
         "CreateProject": "organization name",
+        "UpdateProject": "project name",
+        "SuspendProject": "project reason",
+        "ResumeProject": "project",
         "ListProjects": "organization",
         "CreateApiKey": "organization project name",
         "RotateApiKey": "api_key",

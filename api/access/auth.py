@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import hashlib
+import itertools
 import time
 import uuid
 from collections import OrderedDict
@@ -13,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator,
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from api.access.permissions import OPERATOR, ROLES_OF, refuse
+from api.access.permissions import MODELS, OPERATOR, ROLES_OF, refuse
 from api.access.throttle import Throttle
 from api.core.addresses import FORWARDED_FOR, Origin, Proxies, address_of
 from api.core.errors import (
@@ -21,7 +22,9 @@ from api.core.errors import (
     AuthenticationThrottled,
     KeyRevokedMidway,
     ModelNotAllowed,
+    OrganizationSuspended,
     PermissionDenied,
+    ProjectSuspended,
     Unauthenticated,
 )
 from api.core.interceptor import METHOD, Context
@@ -30,7 +33,7 @@ from metering.core.errors import DatabaseUnavailable, KeyInvalid
 from metering.holds.lease_clock import boot_time_s
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, patience
-from metering.tenants.authentication import Principal, authenticate
+from metering.tenants.authentication import Principal, Suspended, authenticate
 from metering.tenants.networks import Network, allows
 
 KEYS_MAX = 10_000  # remembered keys; an older lookup counts as one of a changed key
@@ -102,24 +105,58 @@ class SharedLookups(Generic[Answer]):
         return answer
 
 
+def suspension_error(found: Suspended) -> OrganizationSuspended | ProjectSuspended:
+    """Return the error for a call of models with a key of a suspended owner."""
+    if found.of_organization:
+        return OrganizationSuspended(found.reason)
+    return ProjectSuspended(found.reason, by_operator=found.by_operator)
+
+
+@dataclass(frozen=True, slots=True)
+class SuspensionChange:
+    """Suspension of an organization or project, or the end of one: `by_operator` is None."""
+
+    owner_id: uuid.UUID
+    reason: str
+    by_operator: bool | None
+
+    def refusal_of(self, payer: Payer) -> OrganizationSuspended | ProjectSuspended | None:
+        """Return the error for requests of this payer; None if it does not stop them."""
+        is_of_organization = self.owner_id == payer.organization_id
+        if self.by_operator is None or not (
+            is_of_organization or self.owner_id == payer.project_id
+        ):
+            return None
+        return suspension_error(Suspended(is_of_organization, self.reason, self.by_operator))
+
+
 class KeyChanges:
-    """Log of the API keys that have changed. `count` is the number of changes so far."""
+    """Log of the API keys that have changed, and of the organizations and projects whose
+    suspensions have. `count` is the number of changes so far.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        self._last: OrderedDict[uuid.UUID, int] = OrderedDict()  # number of the last change, by key
+        self._last: OrderedDict[uuid.UUID, int] = OrderedDict()  # number of the last change, by id
         self._forgotten = 0  # changes up to this number are no longer remembered
 
-    def note(self, api_key_id: uuid.UUID) -> None:
+    def note(self, changed_id: uuid.UUID) -> None:
         self.count += 1
-        self._last[api_key_id] = self.count
-        self._last.move_to_end(api_key_id)
+        self._last[changed_id] = self.count
+        self._last.move_to_end(changed_id)
         if len(self._last) > KEYS_MAX:
             self._forgotten = self._last.popitem(last=False)[1]
 
-    def since(self, count: int, api_key_id: uuid.UUID) -> bool:
-        """Return whether the key may have changed after the log had `count` entries."""
-        return self._last.get(api_key_id, self._forgotten) > count
+    def since(self, count: int, *ids: uuid.UUID) -> bool:
+        """Return whether one of these may have changed after the log had `count` entries."""
+        return self.count > count and any(
+            self._last.get(each, self._forgotten) > count for each in ids
+        )
+
+
+def owners_of(principal: Principal) -> tuple[uuid.UUID, uuid.UUID, uuid.UUID]:
+    """Return the ids of key, project and organization; a change of each concerns the key."""
+    return principal.api_key_id, principal.project_id, principal.organization_id
 
 
 class Authenticator:
@@ -208,7 +245,8 @@ class Authenticator:
         `method` is the gRPC path of the call; a call of the HTTP API passes the path of the RPC
         that it corresponds to. `age_max_s` allows a remembered result of at most this age, unless
         the key is known to have changed. Raises: KeyInvalid for an unknown, expired or revoked key,
-        PermissionDenied, DatabaseUnavailable, AuthenticationThrottled, TooManyCalls.
+        PermissionDenied, OrganizationSuspended and ProjectSuspended for a call of models,
+        DatabaseUnavailable, AuthenticationThrottled, TooManyCalls.
         """
         roles = ROLES_OF[method]  # a method without a permission is always refused
         digest = digest_of(secret)
@@ -227,6 +265,8 @@ class Authenticator:
         self._used(principal.api_key_id)
         if principal.scopes.isdisjoint(roles):
             refuse(principal, method)
+        if principal.suspended is not None and roles == MODELS:
+            raise suspension_error(principal.suspended)
         if principal.address is origin.address:
             return principal
         found = replace(principal, address=origin.address)
@@ -253,6 +293,14 @@ class Authenticator:
         self._changes.note(api_key_id)
         self.stream_keys.changed(api_key_id, networks, ended_secrets, is_revoked=is_revoked)
 
+    def suspension_changed(self, change: SuspensionChange) -> None:
+        """Discard what is remembered of all keys of an organization or project, as `changed` does.
+
+        Their open streams receive nothing more if it was suspended.
+        """
+        self._changes.note(change.owner_id)
+        self.stream_keys.suspension_changed(change)
+
     async def _check(self, secret: str) -> Principal:
         with patience(self._answer_wait_s):
             async with self._sessions() as session:
@@ -263,7 +311,7 @@ class Authenticator:
         expired.
         """
         requested_at, change_count, known = self._remembered.get(digest, (0.0, 0, None))
-        if known is None or self._changes.since(change_count, known.api_key_id):
+        if known is None or self._changes.since(change_count, *owners_of(known)):
             return None
         age_s, lifetime_s = boot_time_s() - requested_at, known.secret_lifetime_s
         if age_s > age_max_s or (lifetime_s is not None and age_s >= lifetime_s):
@@ -283,7 +331,7 @@ class Authenticator:
                 while True:
                     begun, requested_at = self._changes.count, boot_time_s()
                     principal = await self._lookups.ask(digest, lambda: self._check(secret))
-                    if not self._changes.since(begun, principal.api_key_id):
+                    if not self._changes.since(begun, *owners_of(principal)):
                         break
         except DatabaseUnavailable:
             if not self._grace_s or (known := self._known(digest, self._grace_s)) is None:
@@ -412,6 +460,13 @@ class StreamKey:
             self._refusal = AddressNotAllowed(principal.address)
             self.on_excluded(self._refusal)
 
+    def suspension_changed(self, change: SuspensionChange) -> None:
+        """Record that its organization or project was suspended or resumed."""
+        self._is_stale = True
+        if (refusal := change.refusal_of(self.payer)) is not None:
+            self._refusal = refusal
+            self.on_excluded(refusal)
+
     def check(self) -> None:
         """Raise Unauthenticated, KeyInvalid or PermissionDenied if the key may start no request."""
         if self._refusal is not None:
@@ -462,3 +517,9 @@ class StreamKeys:
         """
         for key in tuple(self._open.get(api_key_id, ())):
             key.change(networks, ended_secrets, is_revoked=is_revoked)
+
+    def suspension_changed(self, change: SuspensionChange) -> None:
+        """Notify every stream and waiting HTTP request of an organization or project."""
+        for key in tuple(itertools.chain.from_iterable(self._open.values())):
+            if change.owner_id in (key.payer.organization_id, key.payer.project_id):
+                key.suspension_changed(change)

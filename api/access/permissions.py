@@ -20,6 +20,7 @@ from metering.tenants.networks import checked_networks, contains, networks_of
 
 OPERATOR = frozenset({Role.OPERATOR})
 MODELS = frozenset({Role.MODELS})
+OWNERS = OPERATOR | {Role.OWNER}
 ADMINS = OPERATOR | {Role.OWNER, Role.ADMIN}
 DEVELOPERS = ADMINS | {Role.DEVELOPER}
 FINANCE = OPERATOR | {Role.OWNER, Role.FINANCE}
@@ -37,9 +38,12 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
     ),
     "weir.v1.AdminService": (
         allowed("organizations.create", OPERATOR, "CreateOrganization"),
+        allowed("organizations.suspend", OPERATOR, "SuspendOrganization", "ResumeOrganization"),
+        allowed("organizations.rename", OWNERS, "UpdateOrganization"),
         allowed("organizations.read", MEMBERS, "ListOrganizations"),
         allowed("billing_profile.set", FINANCE, "SetBillingProfile"),
         allowed("projects.create", ADMINS, "CreateProject"),
+        allowed("projects.change", ADMINS, *("UpdateProject", "SuspendProject", "ResumeProject")),
         allowed("projects.read", MEMBERS, "ListProjects"),
         allowed("keys.create", DEVELOPERS, "CreateApiKey"),
         allowed("keys.change", DEVELOPERS, "RotateApiKey", "UpdateApiKey", "RevokeApiKey"),

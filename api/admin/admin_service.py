@@ -44,7 +44,7 @@ from api.admin.tenant_calls import (
     TenantCalls,
     key_message,
     organizations,
-    project_message,
+    projects,
 )
 from api.core import wire
 from api.core.errors import PermissionDenied
@@ -62,7 +62,6 @@ from metering.quotas.quota_states import subject_names
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
 from metering.tenants.api_keys import list_api_keys, subject_ids
-from metering.tenants.tenants import list_projects
 
 
 class WebhookCalls(AuthenticatedServicer):
@@ -155,7 +154,7 @@ class AdminReads(AuthenticatedServicer):
     """RPCs of `AdminService` that read the database: their queries, and messages of the records."""
 
     ListOrganizations = reading(organizations)
-    ListProjects = listing(pb.ListProjectsResponse, list_projects, project_message)
+    ListProjects = reading(projects)
     ListApiKeys = listing(pb.ListApiKeysResponse, list_api_keys, key_message)
     ListPrices = reading(price_lists)
     ListPlans = reading(plan_lists)

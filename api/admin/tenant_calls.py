@@ -19,7 +19,7 @@ from api.core.interceptor import Context
 from api.core.messages import effective_quota_statuses, parse_billing_profile, quota_status
 from inference.routing.router import Router
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import Organization, Project
+from metering.core.models import Organization, Project, Suspension
 from metering.invoicing.documents import check_shown
 from metering.invoicing.invoice_document import Issuer
 from metering.quotas import quota_admin, quota_states
@@ -27,7 +27,7 @@ from metering.quotas.erasure import Erasure
 from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import QuotaState
 from metering.store.db import database_now
-from metering.tenants import admin_requests, api_keys, tenants
+from metering.tenants import admin_requests, api_keys, suspensions, tenants
 from metering.tenants.api_keys import find_api_key
 from metering.tenants.billing_profiles import (
     BillingProfile,
@@ -81,6 +81,77 @@ class TenantCalls(AuthenticatedServicer):
             organization=await described(session, organization), existed=existed
         )
 
+    async def UpdateOrganization(
+        self, request: pb.UpdateOrganizationRequest, context: Context
+    ) -> pb.UpdateOrganizationResponse:
+        async with self._transaction(context) as (session, actor):
+            organization = await tenants.rename_organization(
+                session, organization=request.organization, name=request.name, actor=actor
+            )
+            return pb.UpdateOrganizationResponse(
+                organization=await described(session, organization)
+            )
+
+    async def SuspendOrganization(
+        self, request: pb.SuspendOrganizationRequest, context: Context
+    ) -> pb.SuspendOrganizationResponse:
+        async with self._transaction(context) as (session, actor):
+            organization = await suspensions.suspend_organization(
+                session, organization=request.organization, reason=request.reason, actor=actor
+            )
+            return pb.SuspendOrganizationResponse(
+                organization=await described(session, organization)
+            )
+
+    async def ResumeOrganization(
+        self, request: pb.ResumeOrganizationRequest, context: Context
+    ) -> pb.ResumeOrganizationResponse:
+        async with self._transaction(context) as (session, actor):
+            organization = await suspensions.resume_organization(
+                session, organization=request.organization, actor=actor
+            )
+            return pb.ResumeOrganizationResponse(
+                organization=await described(session, organization)
+            )
+
+    async def UpdateProject(
+        self, request: pb.UpdateProjectRequest, context: Context
+    ) -> pb.UpdateProjectResponse:
+        async with self._transaction(context) as (session, actor):
+            project = await tenants.rename_project(
+                session, project=request.project, name=request.name, actor=actor
+            )
+            return pb.UpdateProjectResponse(project=await described_project(session, project))
+
+    async def SuspendProject(
+        self, request: pb.SuspendProjectRequest, context: Context
+    ) -> pb.SuspendProjectResponse:
+        async with self._acting(context) as acting:
+            project = await suspensions.suspend_project(
+                acting.session,
+                project=request.project,
+                reason=request.reason,
+                actor=acting.actor,
+                by_operator=is_operator(acting.principal),
+            )
+            return pb.SuspendProjectResponse(
+                project=await described_project(acting.session, project)
+            )
+
+    async def ResumeProject(
+        self, request: pb.ResumeProjectRequest, context: Context
+    ) -> pb.ResumeProjectResponse:
+        async with self._acting(context) as acting:
+            project = await suspensions.resume_project(
+                acting.session,
+                project=request.project,
+                actor=acting.actor,
+                by_operator=is_operator(acting.principal),
+            )
+            return pb.ResumeProjectResponse(
+                project=await described_project(acting.session, project)
+            )
+
     async def SetBillingProfile(
         self, request: pb.SetBillingProfileRequest, context: Context
     ) -> pb.SetBillingProfileResponse:
@@ -120,8 +191,8 @@ class TenantCalls(AuthenticatedServicer):
                 allow_existing=request.allow_existing,
                 actor=acting.actor,
             )
-        response = pb.CreateProjectResponse(project=project_message(project), existed=existed)
-        return project.id, response
+        described = await described_project(session, project)
+        return project.id, pb.CreateProjectResponse(project=described, existed=existed)
 
     @once
     async def CreateApiKey(
@@ -242,23 +313,37 @@ class TenantCalls(AuthenticatedServicer):
 async def organizations(session: AsyncSession) -> pb.ListOrganizationsResponse:
     """List all organizations, with their billing profiles and queue weights."""
     profiles, weights = await billing_profiles(session), await queue_weights(session)
+    suspended = await suspensions.suspensions_of_organizations(session)
     found = await tenants.list_organizations(session)
     return pb.ListOrganizationsResponse(
         organizations=[
-            organization_message(each, profiles.get(each.id), weights.get(each.id, DEFAULT_MILLI))
+            organization_message(
+                each,
+                profiles.get(each.id),
+                weights.get(each.id, DEFAULT_MILLI),
+                suspended.get(each.id),
+            )
             for each in found
         ]
     )
 
 
 async def described(session: AsyncSession, organization: Organization) -> pb.Organization:
-    """Describe an organization, with its billing profile and queue weight."""
-    profile = await billing_profile(session, organization.id)
-    return organization_message(organization, profile, await queue_weight(session, organization.id))
+    """Describe an organization, with its billing profile, queue weight and suspension."""
+    suspended = await suspensions.suspensions_of_organizations(session, organization.id)
+    return organization_message(
+        organization,
+        await billing_profile(session, organization.id),
+        await queue_weight(session, organization.id),
+        suspended.get(organization.id),
+    )
 
 
 def organization_message(
-    organization: Organization, profile: BillingProfile | None, weight_milli: int
+    organization: Organization,
+    profile: BillingProfile | None,
+    weight_milli: int,
+    suspension: Suspension | None,
 ) -> pb.Organization:
     return wire.message_of(
         pb.Organization,
@@ -266,11 +351,27 @@ def organization_message(
         organization_id=organization.id,
         billing_profile=profile,
         queue_weight_milli=weight_milli,
+        suspension=suspension,
     )
 
 
-def project_message(project: Project) -> pb.Project:
-    return wire.message_of(pb.Project, project, project_id=project.id)
+async def projects(session: AsyncSession, *, organization: str) -> pb.ListProjectsResponse:
+    """List the projects of an organization. Raises: NotFound."""
+    found = await tenants.list_projects(session, organization=organization)
+    suspended = await suspensions.suspensions_of_projects(session, [each.id for each in found])
+    return pb.ListProjectsResponse(
+        projects=[project_message(each, suspended.get(each.id)) for each in found]
+    )
+
+
+async def described_project(session: AsyncSession, project: Project) -> pb.Project:
+    """Describe a project, with its suspension."""
+    suspended = await suspensions.suspensions_of_projects(session, [project.id])
+    return project_message(project, suspended.get(project.id))
+
+
+def project_message(project: Project, suspension: Suspension | None) -> pb.Project:
+    return wire.message_of(pb.Project, project, project_id=project.id, suspension=suspension)
 
 
 def key_message(key: api_keys.KeyRecord) -> pb.ApiKey:

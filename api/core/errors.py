@@ -107,6 +107,40 @@ class AddressNotAllowed(PermissionDenied):
         )
 
 
+class OrganizationSuspended(PermissionDenied):
+    """The operator has suspended the organization: it may not use models until it is resumed.
+
+    suspension: the reason that the operator gave.
+    """
+
+    reason = "ORGANIZATION_SUSPENDED"
+
+    def __init__(self, suspension: str) -> None:
+        super().__init__(
+            f"Your organization is suspended: {suspension}. Only the operator can resume it: ask"
+            " them.",
+            suspension=suspension,
+        )
+
+
+class ProjectSuspended(PermissionDenied):
+    """The project is suspended: its keys may not use models until it is resumed.
+
+    suspension: the reason that was given. by_operator: whether the operator suspended it, and not
+    the organization itself.
+    """
+
+    reason = "PROJECT_SUSPENDED"
+
+    def __init__(self, suspension: str, *, by_operator: bool) -> None:
+        who = (
+            "Only the operator can resume it: ask them."
+            if by_operator
+            else "An owner or administrator of your organization can resume it: ask them."
+        )
+        super().__init__(f"Your project is suspended: {suspension}. {who}", suspension=suspension)
+
+
 class ModelNotAllowed(ApiError):
     """The API key may not use this model. `ListModels` lists the models that it may use."""
 

@@ -58,6 +58,8 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
     code_pb2.PERMISSION_DENIED: (
         errors.AddressNotAllowed,
         errors.PermissionDenied,
+        errors.OrganizationSuspended,
+        errors.ProjectSuspended,
         errors.ModelNotAllowed,
         errors.RoleExceeded,
     ),

@@ -196,6 +196,12 @@ WAYS: tuple[Way, ...] = (
         errors=(errors.KeyRevokedMidway, errors.Unauthenticated, metering_errors.KeyInvalid),
     ),
     Way(
+        "Organization or project suspended",
+        C.OPERATOR,
+        "ORGANIZATION_SUSPENDED, PROJECT_SUSPENDED",
+        errors=(errors.OrganizationSuspended, errors.ProjectSuspended),
+    ),
+    Way(
         "Network or permission removed from the key",
         C.OPERATOR,
         "ADDRESS_NOT_ALLOWED, PERMISSION_DENIED",

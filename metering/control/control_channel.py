@@ -99,7 +99,8 @@ WHERE created_at < clock_timestamp() - interval '{VISIBLE_AGE}'
 # Ids are drawn before the commit, so a smaller one may appear after a larger one: recent commands
 # are read repeatedly.
 SELECT_COMMANDS = f"""
-SELECT id, request_id, project_id, api_key_id, reason, changed_key_id,
+SELECT id, request_id, project_id, api_key_id, reason, changed_key_id, owner_id,
+       suspended_by_operator,
        coalesce(allowed_networks, '{{}}'),
        coalesce(ended_secrets, '{{}}'),
        created_at < clock_timestamp() - interval '{VISIBLE_AGE}'

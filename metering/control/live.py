@@ -2,7 +2,7 @@
 all running requests.
 
 Each command is a row; the notification after its commit only triggers a poll, so a lost one loses
-nothing. A command to cancel a request, or all requests of a key, is kept for a day; a drain is kept
+nothing. A command to cancel requests is kept for a day; a drain is kept
 until it is deleted. Every process reads all new commands at each poll of its control channel
 (`control_channel.py`), so one that was cut off finds them too; one that starts later finds all
 drains, and the cancels of the last minute. Functions take a session and never commit. The tables of
@@ -50,11 +50,13 @@ MOVE_AFTER_MAX = timedelta(days=30)
 
 @dataclass(frozen=True, slots=True)
 class CancelCommand:
-    """Command to cancel requests: one request of a project, or all requests of a key.
+    """Command to cancel requests: one of a project, or all of a key, project or organization.
 
     `reason` may be empty. `changed_key_id` names a key to check again: its requests from outside
     `allowed_networks` are cancelled (an empty tuple allows all networks), and those that used a
-    secret whose hash is in `ended_secrets`.
+    secret whose hash is in `ended_secrets`. `owner_id` names an organization or project: all its
+    requests are cancelled if it was suspended, by the operator or not; with
+    `suspended_by_operator` None it was resumed.
     """
 
     command_id: int
@@ -63,6 +65,8 @@ class CancelCommand:
     api_key_id: uuid.UUID | None
     reason: str
     changed_key_id: uuid.UUID | None = None
+    owner_id: uuid.UUID | None = None
+    suspended_by_operator: bool | None = None
     allowed_networks: tuple[str, ...] = ()
     ended_secrets: tuple[bytes, ...] = ()
 
@@ -103,6 +107,16 @@ async def recheck_key(
     await _command(
         session, changed_key_id=api_key_id, allowed_networks=networks, ended_secrets=secrets
     )
+
+
+async def announce_suspension(
+    session: AsyncSession, owner_id: uuid.UUID, reason: str, *, by_operator: bool | None
+) -> None:
+    """Write a command that an organization or project is suspended, or resumed: `by_operator` None.
+
+    All its requests are cancelled. The command takes effect when the caller commits.
+    """
+    await _command(session, reason, owner_id=owner_id, suspended_by_operator=by_operator)
 
 
 async def _command(session: AsyncSession, reason: str = "", **values: object) -> None:

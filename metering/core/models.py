@@ -139,6 +139,22 @@ class Project(Base):
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
+class Suspension(Base):
+    """Suspension of an organization or of one project of it (`tenants/suspensions.py`).
+
+    `by_operator` is False if the organization suspended its own project.
+    """
+
+    __tablename__ = "suspensions"
+
+    id: Mapped[GeneratedId]
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    project_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("projects.id"))
+    reason: Mapped[str]
+    by_operator: Mapped[bool]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
 class ApiKey(Base):
     """An API key. Only the SHA-256 of the secret is stored: 256 random bits need no slow hash."""
 

@@ -89,6 +89,7 @@ UPDATED = frozenset(
         "stripe_month_settlements",
         "stripe_objects",
         "superseded_secrets",
+        "suspensions",
         "unrated_usage",
         "usage_events",
         "usage_subject_counts",
@@ -99,6 +100,7 @@ UPDATED = frozenset(
 # `SELECT … FOR UPDATE` requires UPDATE on one column. Foreign keys keep a referenced key from
 # changing.
 LOCKED = frozenset({"adjustments", "credit_grants", "invoices", "organizations", "projects"})
+RENAMED = frozenset({"organizations", "projects"})  # nothing else of them ever changes
 DELETED = frozenset(
     {
         "admin_requests",
@@ -113,6 +115,7 @@ DELETED = frozenset(
         "replica_drains",
         "rule_changes",
         "superseded_secrets",
+        "suspensions",
         "unrated_usage",
     }
 )
@@ -288,6 +291,9 @@ def _grant(connection: psycopg.Connection, role: str) -> None:
     for table in LOCKED:
         for each in named(table):
             run("GRANT UPDATE (id) ON {table} TO {role}", table=each)
+    for table in RENAMED:
+        for each in named(table):
+            run("GRANT UPDATE (name) ON {table} TO {role}", table=each)
     # For erasing an end user; a trigger decides what may change.
     run("GRANT UPDATE (before, after) ON public.audit_log TO {role}")
     run("REVOKE EXECUTE ON FUNCTION public.create_usage_partition(date) FROM PUBLIC")

@@ -17,9 +17,17 @@ from typing import Any
 
 from sqlalchemy import Double, Select, bindparam, cast, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import aliased
 
 from metering.core.errors import KeyInvalid
-from metering.core.models import ApiKey, Organization, Project, SupersededSecret, record_of
+from metering.core.models import (
+    ApiKey,
+    Organization,
+    Project,
+    SupersededSecret,
+    Suspension,
+    record_of,
+)
 from metering.tenants.key_terms import AUTHORITY, DEFAULT_TERMS, KeyTerms
 from metering.tenants.networks import Address, Network, networks_of
 
@@ -48,6 +56,15 @@ NO_BOUNDS = TokenBounds()
 
 
 @dataclass(frozen=True, slots=True)
+class Suspended:
+    """Why the organization of a key may not use models, or else its project."""
+
+    of_organization: bool
+    reason: str
+    by_operator: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Principal:
     """Caller of a request, as identified by its key.
 
@@ -72,6 +89,7 @@ class Principal:
     networks: tuple[Network, ...] = ()
     terms: KeyTerms = DEFAULT_TERMS
     expires_at: datetime | None = None
+    suspended: Suspended | None = None
     address: Address | None = field(default=None, compare=False)
     secret_hash: bytes = field(default=b"", compare=False, repr=False)
 
@@ -120,6 +138,17 @@ def select_principal() -> Select[Any]:
         .subquery()
     )
     ends_at = func.least(ApiKey.expires_at, replaced.c.expires_at)  # ignores NULLs
+    suspension, either = aliased(Suspension), aliased(Suspension)
+    of_owner = (
+        select(either.id)
+        .where(
+            either.organization_id == Project.organization_id,
+            or_(either.project_id.is_(None), either.project_id == Project.id),
+        )
+        .order_by(either.project_id.is_(None).desc())
+        .limit(1)
+        .correlate(Project)
+    )
     return (
         select(
             ApiKey.id,
@@ -130,9 +159,13 @@ def select_principal() -> Select[Any]:
             Organization.currency_code,
             cast(func.extract("epoch", ends_at - func.now()), Double).label("secret_lifetime_s"),
             *(getattr(ApiKey, each.name) for each in fields(KeyTerms)),
+            suspension.project_id.is_(None).label("of_organization"),
+            suspension.reason.label("suspension_reason"),
+            suspension.by_operator,
         )
         .join(Project, Project.id == ApiKey.project_id)
         .join(Organization, Organization.id == Project.organization_id)
+        .outerjoin(suspension, suspension.id == of_owner.scalar_subquery())
         .outerjoin(replaced, replaced.c.api_key_id == ApiKey.id)
         .where(
             or_(
@@ -172,4 +205,9 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
         terms=record_of(KeyTerms, row),
         networks=networks_of(tuple(row.allowed_networks)),
         secret_hash=hash_of(secret),
+        suspended=(
+            None
+            if row.suspension_reason is None
+            else Suspended(row.of_organization, row.suspension_reason, row.by_operator)
+        ),
     )

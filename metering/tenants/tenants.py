@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
-from sqlalchemy import and_, select
+from sqlalchemy import and_, select, update
 from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.audit import record_change, snapshot
@@ -19,6 +21,7 @@ from metering.core.errors import AlreadyExists, InvalidValue, NotFound
 from metering.core.models import ApiKey, Organization, Project
 from metering.core.money import checked_currency
 
+Owner = TypeVar("Owner", Organization, Project)
 NAME_FORM = re.compile(r"[a-z][a-z0-9-]{0,62}", re.ASCII)
 
 
@@ -66,6 +69,48 @@ async def list_projects(session: AsyncSession, *, organization: str) -> Sequence
     owner = await find_organization(session, organization)
     query = select(Project).where(Project.organization_id == owner.id).order_by(Project.name)
     return (await session.scalars(query)).all()
+
+
+async def rename_organization(
+    session: AsyncSession, *, organization: str, name: str, actor: str
+) -> Organization:
+    """Rename an organization. Raises: NotFound, InvalidValue, AlreadyExists."""
+    return await _rename(session, await find_organization(session, organization), name, actor)
+
+
+async def rename_project(session: AsyncSession, *, project: str, name: str, actor: str) -> Project:
+    """Rename a project within its organization. Raises: NotFound, InvalidValue, AlreadyExists."""
+    return await _rename(session, await find_project(session, project), name, actor)
+
+
+async def _rename(session: AsyncSession, owner: Owner, name: str, actor: str) -> Owner:
+    checked_name(name)
+    await lock_owner(session, owner)
+    before = snapshot(owner)
+    if owner.name == name:
+        return owner
+    kind: type[Owner] = type(owner)
+    try:
+        async with session.begin_nested():
+            await session.execute(update(kind).where(kind.id == owner.id).values(name=name))
+    except IntegrityError as error:  # the unique name
+        detail = "and keeps its name: choose another one."
+        raise AlreadyExists(kind_of(owner), name, detail) from error
+    await session.refresh(owner)
+    action = f"{kind_of(owner)}.rename"
+    await record_change(session, actor, action, str(owner.id), before=before, after=snapshot(owner))
+    return owner
+
+
+def kind_of(owner: Organization | Project) -> str:
+    """Return "organization" or "project"."""
+    return owner.__tablename__.removesuffix("s")
+
+
+async def lock_owner(session: AsyncSession, owner: Organization | Project) -> None:
+    """Lock a row against other changes until the transaction ends, and read it again."""
+    # Not FOR UPDATE: requests admitted concurrently refer to the row and must not wait.
+    await session.refresh(owner, with_for_update={"key_share": True})
 
 
 async def find_organization(session: AsyncSession, ref: str) -> Organization:

@@ -96,6 +96,7 @@ BUDGET = types_pb2.QuotaStatus(
     used_value=12_345_678_900_000,
     remaining_value=237_654_321_100_000,
 )
+SUSPENSION = admin_pb.Suspension(reason="unpaid", create_time=NOON, by_operator=True)
 KEY = admin_pb.ApiKey(
     api_key_id="5b1f4c1e-0000-4000-8000-00000000000a",
     name="laptop",
@@ -310,11 +311,20 @@ class ScriptedAccounts:
             name="web",
             create_time=NOON,
         )
+        suspended = admin_pb.Organization(name="acme", suspension=SUSPENSION)
         replies: list[Message] = [
             admin_pb.CreateOrganizationResponse(organization=organization),
             admin_pb.ListOrganizationsResponse(organizations=[organization]),
             admin_pb.SetBillingProfileResponse(organization=organization),
             admin_pb.SetQueueWeightResponse(organization=organization),
+            admin_pb.UpdateOrganizationResponse(organization=organization),
+            admin_pb.SuspendOrganizationResponse(organization=suspended),
+            admin_pb.ResumeOrganizationResponse(organization=organization),
+            admin_pb.UpdateProjectResponse(project=project),
+            admin_pb.SuspendProjectResponse(
+                project=admin_pb.Project(name="web", suspension=suspended.suspension)
+            ),
+            admin_pb.ResumeProjectResponse(project=project),
             admin_pb.CreateProjectResponse(project=project),
             admin_pb.ListProjectsResponse(projects=[project]),
             admin_pb.CreateApiKeyResponse(api_key=KEY, secret="weir_ab12cd_topsecret"),

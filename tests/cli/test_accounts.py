@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from google.rpc import code_pb2, status_pb2
@@ -601,3 +602,30 @@ def test_an_end_user_is_erased_after_a_confirmation(
         False,
     )
     assert scripted.allow_missing
+
+
+STATES = [
+    ("org rename acme zenith", {"organization": "acme", "name": "zenith"}, "active"),
+    ("org suspend acme --reason unpaid", {"organization": "acme", "reason": "unpaid"}, "unpaid"),
+    ("org resume acme", {"organization": "acme"}, "active"),
+    ("project rename web api --org acme", {"project": "acme/web", "name": "api"}, "active"),
+    ("project suspend acme/web --reason unpaid", {"project": "acme/web"}, "unpaid"),
+    (f"project resume {UUID(int=2)}", {"project": str(UUID(int=2))}, "active"),
+]
+
+
+@pytest.mark.parametrize(("command", "fields", "state"), STATES)
+def test_tenants_are_renamed_suspended_and_resumed(
+    weir: Run, server: ScriptedWeir, command: str, fields: dict[str, str], state: str
+) -> None:
+    result = weir(command)
+
+    [request] = server.accounts.requests
+    assert fields.items() <= {each.name: value for each, value in request.ListFields()}.items()
+    assert state in result.stdout
+    assert ("suspended 2026-11-20 12:00:00Z: unpaid" in result.stdout) == (state == "unpaid")
+
+
+def test_a_suspension_needs_a_reason(weir: Run, server: ScriptedWeir) -> None:
+    assert "--reason" in weir("org suspend acme").output
+    assert not server.accounts.requests

@@ -26,7 +26,7 @@ from metering.proof.check import Moment
 from metering.proof.fsck import fsck
 from metering.proof.ledger_checks import LEDGER_CHECKS
 from metering.store.db import Sessions
-from metering.tenants.tenants import find_organization
+from metering.tenants.tenants import find_organization, rename_organization
 from tests.metering.closing_world import ClosingWorld
 from tests.metering.invariants import check_invariants
 from tests.metering.planted_faults import faults, unseen
@@ -335,7 +335,8 @@ async def test_only_closed_months_are_verified_and_known_ones_closed(world: Clos
 async def test_a_renamed_customer_keeps_its_old_name_in_closed_months(world: ClosingWorld) -> None:
     await world.use(await world.price(SEPTEMBER), Consumed(1, settled_at=OCTOBER))
     before = (await world.close("2025-10")).report
-    await execute(world.sessions, "UPDATE organizations SET name = 'zenith'")
+    async with world.sessions.begin() as session:
+        await rename_organization(session, organization="acme", name="zenith", actor="test")
 
     world.customer = Customer(world.customer.organization_id, "zenith", world.customer.key, "")
 

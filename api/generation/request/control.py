@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from api.access.auth import KEY_REVOKED, SECRET_REPLACED, Authenticator
+from api.access.auth import KEY_REVOKED, SECRET_REPLACED, Authenticator, SuspensionChange
 from api.core.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidway
 from api.generation.request.phases import (
     STREAMING,
@@ -34,6 +34,10 @@ def apply_command(
     registry: RequestRegistry, authenticator: Authenticator, command: CancelCommand
 ) -> None:
     """Stop the requests that a command names; settle their output and send the reason."""
+    if command.owner_id is not None:
+        change = SuspensionChange(command.owner_id, command.reason, command.suspended_by_operator)
+        apply_suspension(registry, authenticator, change)
+        return
     networks = networks_of(command.allowed_networks)
     for request in registry.running():
         payer, address = request.caller.payer, request.caller.address
@@ -62,6 +66,16 @@ def apply_command(
         authenticator.changed(command.api_key_id, is_revoked=True)
     if command.changed_key_id is not None:
         authenticator.changed(command.changed_key_id, networks, command.ended_secrets)
+
+
+def apply_suspension(
+    registry: RequestRegistry, authenticator: Authenticator, change: SuspensionChange
+) -> None:
+    """Stop the requests of an organization or project if it was suspended."""
+    for request in registry.running():
+        if (refusal := change.refusal_of(request.caller.payer)) is not None:
+            request.stop(Outcome.CANCELLED, refusal)
+    authenticator.suspension_changed(change)
 
 
 def apply_drains(registry: RequestRegistry, commands: Sequence[DrainCommand]) -> None:

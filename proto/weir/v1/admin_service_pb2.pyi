@@ -34,6 +34,7 @@ class Organization(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     BILLING_PROFILE_FIELD_NUMBER: _builtins.int
     QUEUE_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
+    SUSPENSION_FIELD_NUMBER: _builtins.int
     organization_id: _builtins.str
     """Server-generated UUID."""
     name: _builtins.str
@@ -52,6 +53,10 @@ class Organization(_message.Message):
     def billing_profile(self) -> _types_pb2.BillingProfile:
         """Recipient of its invoices. Unset if never set."""
 
+    @_builtins.property
+    def suspension(self) -> Global___Suspension:
+        """Why its requests are refused. Unset: they are not."""
+
     def __init__(
         self,
         *,
@@ -61,14 +66,47 @@ class Organization(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         billing_profile: _types_pb2.BillingProfile | None = ...,
         queue_weight_milli: _builtins.int = ...,
+        suspension: Global___Suspension | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "create_time", b"create_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "create_time", b"create_time", "suspension", b"suspension"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "create_time", b"create_time", "currency_code", b"currency_code", "name", b"name", "organization_id", b"organization_id", "queue_weight_milli", b"queue_weight_milli"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "create_time", b"create_time", "currency_code", b"currency_code", "name", b"name", "organization_id", b"organization_id", "queue_weight_milli", b"queue_weight_milli", "suspension", b"suspension"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Organization: _TypeAlias = Organization  # noqa: Y015
+
+@_typing.final
+class Suspension(_message.Message):
+    """Suspension of an organization or project."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    BY_OPERATOR_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """The reason that was given."""
+    by_operator: _builtins.bool
+    """False: the organization suspended its own project, and can resume it."""
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """Time of the suspension."""
+
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        by_operator: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_operator", b"by_operator", "create_time", b"create_time", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Suspension: _TypeAlias = Suspension  # noqa: Y015
 
 @_typing.final
 class Project(_message.Message):
@@ -80,6 +118,7 @@ class Project(_message.Message):
     ORGANIZATION_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    SUSPENSION_FIELD_NUMBER: _builtins.int
     project_id: _builtins.str
     """Server-generated UUID."""
     organization_id: _builtins.str
@@ -90,6 +129,12 @@ class Project(_message.Message):
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """Time of creation."""
 
+    @_builtins.property
+    def suspension(self) -> Global___Suspension:
+        """Why the requests of its keys are refused. Unset: they are not, unless the organization is
+        suspended.
+        """
+
     def __init__(
         self,
         *,
@@ -97,10 +142,11 @@ class Project(_message.Message):
         organization_id: _builtins.str = ...,
         name: _builtins.str = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        suspension: Global___Suspension | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "suspension", b"suspension"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "name", b"name", "organization_id", b"organization_id", "project_id", b"project_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "name", b"name", "organization_id", b"organization_id", "project_id", b"project_id", "suspension", b"suspension"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -305,6 +351,152 @@ class CreateOrganizationResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateOrganizationResponse: _TypeAlias = CreateOrganizationResponse  # noqa: Y015
+
+@_typing.final
+class UpdateOrganizationRequest(_message.Message):
+    """Renames an organization."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of the organization. Unknown: NOT_FOUND."""
+    name: _builtins.str
+    """The new name: see `Organization.name`."""
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "organization", b"organization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateOrganizationRequest: _TypeAlias = UpdateOrganizationRequest  # noqa: Y015
+
+@_typing.final
+class UpdateOrganizationResponse(_message.Message):
+    """The organization."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def organization(self) -> Global___Organization:
+        """With its new name."""
+
+    def __init__(
+        self,
+        *,
+        organization: Global___Organization | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateOrganizationResponse: _TypeAlias = UpdateOrganizationResponse  # noqa: Y015
+
+@_typing.final
+class SuspendOrganizationRequest(_message.Message):
+    """Suspends an organization."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of the organization. Unknown: NOT_FOUND."""
+    reason: _builtins.str
+    """Why: 1 to 200 printable characters. Its callers read it in each refusal."""
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SuspendOrganizationRequest: _TypeAlias = SuspendOrganizationRequest  # noqa: Y015
+
+@_typing.final
+class SuspendOrganizationResponse(_message.Message):
+    """The organization."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def organization(self) -> Global___Organization:
+        """With its suspension."""
+
+    def __init__(
+        self,
+        *,
+        organization: Global___Organization | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SuspendOrganizationResponse: _TypeAlias = SuspendOrganizationResponse  # noqa: Y015
+
+@_typing.final
+class ResumeOrganizationRequest(_message.Message):
+    """Ends the suspension of an organization."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of the organization. Unknown: NOT_FOUND."""
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeOrganizationRequest: _TypeAlias = ResumeOrganizationRequest  # noqa: Y015
+
+@_typing.final
+class ResumeOrganizationResponse(_message.Message):
+    """The organization."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def organization(self) -> Global___Organization:
+        """Without a suspension."""
+
+    def __init__(
+        self,
+        *,
+        organization: Global___Organization | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeOrganizationResponse: _TypeAlias = ResumeOrganizationResponse  # noqa: Y015
 
 @_typing.final
 class ListOrganizationsRequest(_message.Message):
@@ -512,6 +704,152 @@ class CreateProjectResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateProjectResponse: _TypeAlias = CreateProjectResponse  # noqa: Y015
+
+@_typing.final
+class UpdateProjectRequest(_message.Message):
+    """Renames a project."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROJECT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    project: _builtins.str
+    """"ORGANIZATION/NAME" or id of the project. Unknown: NOT_FOUND."""
+    name: _builtins.str
+    """The new name: see `Project.name`."""
+    def __init__(
+        self,
+        *,
+        project: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "project", b"project"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateProjectRequest: _TypeAlias = UpdateProjectRequest  # noqa: Y015
+
+@_typing.final
+class UpdateProjectResponse(_message.Message):
+    """The project."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROJECT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def project(self) -> Global___Project:
+        """With its new name."""
+
+    def __init__(
+        self,
+        *,
+        project: Global___Project | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["project", b"project"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["project", b"project"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateProjectResponse: _TypeAlias = UpdateProjectResponse  # noqa: Y015
+
+@_typing.final
+class SuspendProjectRequest(_message.Message):
+    """Suspends a project."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROJECT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    project: _builtins.str
+    """"ORGANIZATION/NAME" or id of the project. Unknown: NOT_FOUND."""
+    reason: _builtins.str
+    """Why: 1 to 200 printable characters. Its callers read it in each refusal."""
+    def __init__(
+        self,
+        *,
+        project: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["project", b"project", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SuspendProjectRequest: _TypeAlias = SuspendProjectRequest  # noqa: Y015
+
+@_typing.final
+class SuspendProjectResponse(_message.Message):
+    """The project."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROJECT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def project(self) -> Global___Project:
+        """With its suspension."""
+
+    def __init__(
+        self,
+        *,
+        project: Global___Project | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["project", b"project"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["project", b"project"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SuspendProjectResponse: _TypeAlias = SuspendProjectResponse  # noqa: Y015
+
+@_typing.final
+class ResumeProjectRequest(_message.Message):
+    """Ends the suspension of a project."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROJECT_FIELD_NUMBER: _builtins.int
+    project: _builtins.str
+    """"ORGANIZATION/NAME" or id of the project. Unknown: NOT_FOUND."""
+    def __init__(
+        self,
+        *,
+        project: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["project", b"project"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeProjectRequest: _TypeAlias = ResumeProjectRequest  # noqa: Y015
+
+@_typing.final
+class ResumeProjectResponse(_message.Message):
+    """The project."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROJECT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def project(self) -> Global___Project:
+        """Without a suspension, but that of its organization stays."""
+
+    def __init__(
+        self,
+        *,
+        project: Global___Project | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["project", b"project"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["project", b"project"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeProjectResponse: _TypeAlias = ResumeProjectResponse  # noqa: Y015
 
 @_typing.final
 class ListProjectsRequest(_message.Message):

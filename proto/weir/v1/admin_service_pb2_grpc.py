@@ -53,6 +53,21 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.CreateOrganizationRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.CreateOrganizationResponse.FromString,
                 _registered_method=True)
+        self.UpdateOrganization = channel.unary_unary(
+                '/weir.v1.AdminService/UpdateOrganization',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.UpdateOrganizationRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.UpdateOrganizationResponse.FromString,
+                _registered_method=True)
+        self.SuspendOrganization = channel.unary_unary(
+                '/weir.v1.AdminService/SuspendOrganization',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.SuspendOrganizationRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.SuspendOrganizationResponse.FromString,
+                _registered_method=True)
+        self.ResumeOrganization = channel.unary_unary(
+                '/weir.v1.AdminService/ResumeOrganization',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationResponse.FromString,
+                _registered_method=True)
         self.ListOrganizations = channel.unary_unary(
                 '/weir.v1.AdminService/ListOrganizations',
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.ListOrganizationsRequest.SerializeToString,
@@ -72,6 +87,21 @@ class AdminServiceStub:
                 '/weir.v1.AdminService/CreateProject',
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.CreateProjectRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.CreateProjectResponse.FromString,
+                _registered_method=True)
+        self.UpdateProject = channel.unary_unary(
+                '/weir.v1.AdminService/UpdateProject',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.UpdateProjectRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.UpdateProjectResponse.FromString,
+                _registered_method=True)
+        self.SuspendProject = channel.unary_unary(
+                '/weir.v1.AdminService/SuspendProject',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.SuspendProjectRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.SuspendProjectResponse.FromString,
+                _registered_method=True)
+        self.ResumeProject = channel.unary_unary(
+                '/weir.v1.AdminService/ResumeProject',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.ResumeProjectRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.ResumeProjectResponse.FromString,
                 _registered_method=True)
         self.ListProjects = channel.unary_unary(
                 '/weir.v1.AdminService/ListProjects',
@@ -287,6 +317,30 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateOrganization(self, request, context):
+        """Renames an organization. Its id, keys, limits and bills stay; documents of closed months keep
+        the former name. ALREADY_EXISTS if the name is taken.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SuspendOrganization(self, request, context):
+        """Suspends an organization: calls of `InferenceService` with its keys are refused, and its
+        running requests end in every process as `failed`, with the reason ORGANIZATION_SUSPENDED and
+        their final usage. Other calls work. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeOrganization(self, request, context):
+        """Ends the suspension of an organization. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListOrganizations(self, request, context):
         """Lists organizations by name.
         """
@@ -311,6 +365,28 @@ class AdminServiceServicer:
 
     def CreateProject(self, request, context):
         """Creates a project. ALREADY_EXISTS if the organization has a project of that name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateProject(self, request, context):
+        """Renames a project. ALREADY_EXISTS if its organization has a project of that name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SuspendProject(self, request, context):
+        """Suspends a project, as SuspendOrganization does; the reason is PROJECT_SUSPENDED. Idempotent.
+        What the operator suspended, others can neither change nor resume: INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeProject(self, request, context):
+        """Ends the suspension of a project. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -611,6 +687,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.CreateOrganizationRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.CreateOrganizationResponse.SerializeToString,
             ),
+            'UpdateOrganization': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateOrganization,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.UpdateOrganizationRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.UpdateOrganizationResponse.SerializeToString,
+            ),
+            'SuspendOrganization': grpc.unary_unary_rpc_method_handler(
+                    servicer.SuspendOrganization,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.SuspendOrganizationRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.SuspendOrganizationResponse.SerializeToString,
+            ),
+            'ResumeOrganization': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeOrganization,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationResponse.SerializeToString,
+            ),
             'ListOrganizations': grpc.unary_unary_rpc_method_handler(
                     servicer.ListOrganizations,
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.ListOrganizationsRequest.FromString,
@@ -630,6 +721,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.CreateProject,
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.CreateProjectRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.CreateProjectResponse.SerializeToString,
+            ),
+            'UpdateProject': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateProject,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.UpdateProjectRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.UpdateProjectResponse.SerializeToString,
+            ),
+            'SuspendProject': grpc.unary_unary_rpc_method_handler(
+                    servicer.SuspendProject,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.SuspendProjectRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.SuspendProjectResponse.SerializeToString,
+            ),
+            'ResumeProject': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeProject,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.ResumeProjectRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.ResumeProjectResponse.SerializeToString,
             ),
             'ListProjects': grpc.unary_unary_rpc_method_handler(
                     servicer.ListProjects,
@@ -872,6 +978,87 @@ class AdminService:
             _registered_method=True)
 
     @staticmethod
+    def UpdateOrganization(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/UpdateOrganization',
+            weir_dot_v1_dot_admin__service__pb2.UpdateOrganizationRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.UpdateOrganizationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SuspendOrganization(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/SuspendOrganization',
+            weir_dot_v1_dot_admin__service__pb2.SuspendOrganizationRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.SuspendOrganizationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeOrganization(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ResumeOrganization',
+            weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListOrganizations(request,
             target,
             options=(),
@@ -969,6 +1156,87 @@ class AdminService:
             '/weir.v1.AdminService/CreateProject',
             weir_dot_v1_dot_admin__service__pb2.CreateProjectRequest.SerializeToString,
             weir_dot_v1_dot_admin__service__pb2.CreateProjectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateProject(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/UpdateProject',
+            weir_dot_v1_dot_admin__service__pb2.UpdateProjectRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.UpdateProjectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SuspendProject(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/SuspendProject',
+            weir_dot_v1_dot_admin__service__pb2.SuspendProjectRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.SuspendProjectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeProject(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ResumeProject',
+            weir_dot_v1_dot_admin__service__pb2.ResumeProjectRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.ResumeProjectResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,17 @@ class AdminServiceStub:
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     CreateOrganization: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CreateOrganizationRequest, _admin_service_pb2.CreateOrganizationResponse]
     """Creates an organization. ALREADY_EXISTS if the name is taken."""
+    UpdateOrganization: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.UpdateOrganizationRequest, _admin_service_pb2.UpdateOrganizationResponse]
+    """Renames an organization. Its id, keys, limits and bills stay; documents of closed months keep
+    the former name. ALREADY_EXISTS if the name is taken.
+    """
+    SuspendOrganization: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SuspendOrganizationRequest, _admin_service_pb2.SuspendOrganizationResponse]
+    """Suspends an organization: calls of `InferenceService` with its keys are refused, and its
+    running requests end in every process as `failed`, with the reason ORGANIZATION_SUSPENDED and
+    their final usage. Other calls work. Idempotent.
+    """
+    ResumeOrganization: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeOrganizationRequest, _admin_service_pb2.ResumeOrganizationResponse]
+    """Ends the suspension of an organization. Idempotent."""
     ListOrganizations: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListOrganizationsRequest, _admin_service_pb2.ListOrganizationsResponse]
     """Lists organizations by name."""
     SetBillingProfile: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetBillingProfileRequest, _admin_service_pb2.SetBillingProfileResponse]
@@ -59,6 +70,14 @@ class AdminServiceStub:
     """
     CreateProject: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CreateProjectRequest, _admin_service_pb2.CreateProjectResponse]
     """Creates a project. ALREADY_EXISTS if the organization has a project of that name."""
+    UpdateProject: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.UpdateProjectRequest, _admin_service_pb2.UpdateProjectResponse]
+    """Renames a project. ALREADY_EXISTS if its organization has a project of that name."""
+    SuspendProject: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SuspendProjectRequest, _admin_service_pb2.SuspendProjectResponse]
+    """Suspends a project, as SuspendOrganization does; the reason is PROJECT_SUSPENDED. Idempotent.
+    What the operator suspended, others can neither change nor resume: INVALID_ARGUMENT.
+    """
+    ResumeProject: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeProjectRequest, _admin_service_pb2.ResumeProjectResponse]
+    """Ends the suspension of a project. Idempotent."""
     ListProjects: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListProjectsRequest, _admin_service_pb2.ListProjectsResponse]
     """Lists the projects of an organization by name."""
     CreateApiKey: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CreateApiKeyRequest, _admin_service_pb2.CreateApiKeyResponse]
@@ -177,6 +196,17 @@ class AdminServiceAsyncStub(AdminServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateOrganization: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CreateOrganizationRequest, _admin_service_pb2.CreateOrganizationResponse]  # type: ignore[assignment]
     """Creates an organization. ALREADY_EXISTS if the name is taken."""
+    UpdateOrganization: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.UpdateOrganizationRequest, _admin_service_pb2.UpdateOrganizationResponse]  # type: ignore[assignment]
+    """Renames an organization. Its id, keys, limits and bills stay; documents of closed months keep
+    the former name. ALREADY_EXISTS if the name is taken.
+    """
+    SuspendOrganization: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SuspendOrganizationRequest, _admin_service_pb2.SuspendOrganizationResponse]  # type: ignore[assignment]
+    """Suspends an organization: calls of `InferenceService` with its keys are refused, and its
+    running requests end in every process as `failed`, with the reason ORGANIZATION_SUSPENDED and
+    their final usage. Other calls work. Idempotent.
+    """
+    ResumeOrganization: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeOrganizationRequest, _admin_service_pb2.ResumeOrganizationResponse]  # type: ignore[assignment]
+    """Ends the suspension of an organization. Idempotent."""
     ListOrganizations: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListOrganizationsRequest, _admin_service_pb2.ListOrganizationsResponse]  # type: ignore[assignment]
     """Lists organizations by name."""
     SetBillingProfile: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetBillingProfileRequest, _admin_service_pb2.SetBillingProfileResponse]  # type: ignore[assignment]
@@ -187,6 +217,14 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     CreateProject: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CreateProjectRequest, _admin_service_pb2.CreateProjectResponse]  # type: ignore[assignment]
     """Creates a project. ALREADY_EXISTS if the organization has a project of that name."""
+    UpdateProject: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.UpdateProjectRequest, _admin_service_pb2.UpdateProjectResponse]  # type: ignore[assignment]
+    """Renames a project. ALREADY_EXISTS if its organization has a project of that name."""
+    SuspendProject: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SuspendProjectRequest, _admin_service_pb2.SuspendProjectResponse]  # type: ignore[assignment]
+    """Suspends a project, as SuspendOrganization does; the reason is PROJECT_SUSPENDED. Idempotent.
+    What the operator suspended, others can neither change nor resume: INVALID_ARGUMENT.
+    """
+    ResumeProject: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeProjectRequest, _admin_service_pb2.ResumeProjectResponse]  # type: ignore[assignment]
+    """Ends the suspension of a project. Idempotent."""
     ListProjects: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListProjectsRequest, _admin_service_pb2.ListProjectsResponse]  # type: ignore[assignment]
     """Lists the projects of an organization by name."""
     CreateApiKey: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CreateApiKeyRequest, _admin_service_pb2.CreateApiKeyResponse]  # type: ignore[assignment]
@@ -310,6 +348,35 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Creates an organization. ALREADY_EXISTS if the name is taken."""
 
     @_abc_1.abstractmethod
+    def UpdateOrganization(
+        self,
+        request: _admin_service_pb2.UpdateOrganizationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.UpdateOrganizationResponse, _abc.Awaitable[_admin_service_pb2.UpdateOrganizationResponse]]:
+        """Renames an organization. Its id, keys, limits and bills stay; documents of closed months keep
+        the former name. ALREADY_EXISTS if the name is taken.
+        """
+
+    @_abc_1.abstractmethod
+    def SuspendOrganization(
+        self,
+        request: _admin_service_pb2.SuspendOrganizationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.SuspendOrganizationResponse, _abc.Awaitable[_admin_service_pb2.SuspendOrganizationResponse]]:
+        """Suspends an organization: calls of `InferenceService` with its keys are refused, and its
+        running requests end in every process as `failed`, with the reason ORGANIZATION_SUSPENDED and
+        their final usage. Other calls work. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def ResumeOrganization(
+        self,
+        request: _admin_service_pb2.ResumeOrganizationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.ResumeOrganizationResponse, _abc.Awaitable[_admin_service_pb2.ResumeOrganizationResponse]]:
+        """Ends the suspension of an organization. Idempotent."""
+
+    @_abc_1.abstractmethod
     def ListOrganizations(
         self,
         request: _admin_service_pb2.ListOrganizationsRequest,
@@ -342,6 +409,32 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.CreateProjectResponse, _abc.Awaitable[_admin_service_pb2.CreateProjectResponse]]:
         """Creates a project. ALREADY_EXISTS if the organization has a project of that name."""
+
+    @_abc_1.abstractmethod
+    def UpdateProject(
+        self,
+        request: _admin_service_pb2.UpdateProjectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.UpdateProjectResponse, _abc.Awaitable[_admin_service_pb2.UpdateProjectResponse]]:
+        """Renames a project. ALREADY_EXISTS if its organization has a project of that name."""
+
+    @_abc_1.abstractmethod
+    def SuspendProject(
+        self,
+        request: _admin_service_pb2.SuspendProjectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.SuspendProjectResponse, _abc.Awaitable[_admin_service_pb2.SuspendProjectResponse]]:
+        """Suspends a project, as SuspendOrganization does; the reason is PROJECT_SUSPENDED. Idempotent.
+        What the operator suspended, others can neither change nor resume: INVALID_ARGUMENT.
+        """
+
+    @_abc_1.abstractmethod
+    def ResumeProject(
+        self,
+        request: _admin_service_pb2.ResumeProjectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.ResumeProjectResponse, _abc.Awaitable[_admin_service_pb2.ResumeProjectResponse]]:
+        """Ends the suspension of a project. Idempotent."""
 
     @_abc_1.abstractmethod
     def ListProjects(

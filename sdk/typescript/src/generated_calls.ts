@@ -636,6 +636,66 @@ export class AdminCalls extends UnaryClient {
   }
 
   /**
+   * Renames an organization. Its id, keys, limits and bills stay; documents of closed months keep
+   * the former name. AlreadyExists if the name is taken.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param name The new name: see `Organization.name`.
+   */
+  async updateOrganization(
+    organization: string,
+    name: string,
+    options: CallOptionsOf = {},
+  ): Promise<Organization> {
+    const init = defined({
+      organization: organization,
+      name: name,
+    });
+    const method = AdminService.method.updateOrganization;
+    const response = await this.connection.call(method, init, options);
+    return wire.organization(response.organization);
+  }
+
+  /**
+   * Suspends an organization: calls of `InferenceService` with its keys are refused, and its
+   * running requests end in every process as `failed`, with the reason ORGANIZATION_SUSPENDED and
+   * their final usage. Other calls work. Idempotent.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param reason Why: 1 to 200 printable characters. Its callers read it in each refusal.
+   */
+  async suspendOrganization(
+    organization: string,
+    reason: string,
+    options: CallOptionsOf = {},
+  ): Promise<Organization> {
+    const init = defined({
+      organization: organization,
+      reason: reason,
+    });
+    const method = AdminService.method.suspendOrganization;
+    const response = await this.connection.call(method, init, options);
+    return wire.organization(response.organization);
+  }
+
+  /**
+   * Ends the suspension of an organization. Idempotent.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   */
+  async resumeOrganization(
+    organization: string,
+    options: CallOptionsOf = {},
+  ): Promise<Organization> {
+    const init = defined({
+      organization: organization,
+    });
+    const method = AdminService.method.resumeOrganization;
+    const response = await this.connection.call(method, init, options);
+    return wire.organization(response.organization);
+  }
+
+  /**
    * Lists organizations by name.
    */
   async listOrganizations(
@@ -708,6 +768,64 @@ export class AdminCalls extends UnaryClient {
       allowExisting: options.allowExisting,
     });
     const method = AdminService.method.createProject;
+    const response = await this.connection.call(method, init, options);
+    return wire.project(response.project);
+  }
+
+  /**
+   * Renames a project. AlreadyExists if its organization has a project of that name.
+   *
+   * @param project "ORGANIZATION/NAME" or id of the project. Unknown: NotFound.
+   * @param name The new name: see `Project.name`.
+   */
+  async updateProject(
+    project: string,
+    name: string,
+    options: CallOptionsOf = {},
+  ): Promise<Project> {
+    const init = defined({
+      project: project,
+      name: name,
+    });
+    const method = AdminService.method.updateProject;
+    const response = await this.connection.call(method, init, options);
+    return wire.project(response.project);
+  }
+
+  /**
+   * Suspends a project, as SuspendOrganization does; the reason is PROJECT_SUSPENDED. Idempotent.
+   * What the operator suspended, others can neither change nor resume: InvalidRequest.
+   *
+   * @param project "ORGANIZATION/NAME" or id of the project. Unknown: NotFound.
+   * @param reason Why: 1 to 200 printable characters. Its callers read it in each refusal.
+   */
+  async suspendProject(
+    project: string,
+    reason: string,
+    options: CallOptionsOf = {},
+  ): Promise<Project> {
+    const init = defined({
+      project: project,
+      reason: reason,
+    });
+    const method = AdminService.method.suspendProject;
+    const response = await this.connection.call(method, init, options);
+    return wire.project(response.project);
+  }
+
+  /**
+   * Ends the suspension of a project. Idempotent.
+   *
+   * @param project "ORGANIZATION/NAME" or id of the project. Unknown: NotFound.
+   */
+  async resumeProject(
+    project: string,
+    options: CallOptionsOf = {},
+  ): Promise<Project> {
+    const init = defined({
+      project: project,
+    });
+    const method = AdminService.method.resumeProject;
     const response = await this.connection.call(method, init, options);
     return wire.project(response.project);
   }

@@ -1148,6 +1148,16 @@ export interface BillingProfile {
   readonly language: string;
 }
 
+/** Suspension of an organization or project. */
+export interface Suspension {
+  /** The reason that was given. */
+  readonly reason: string;
+  /** Time of the suspension. */
+  readonly createTime: Date | undefined;
+  /** False: the organization suspended its own project, and can resume it. */
+  readonly byOperator: boolean;
+}
+
 /** A customer: it owns projects, keys and limits, and gets one bill a month. */
 export interface Organization {
   /** Server-generated UUID. */
@@ -1165,6 +1175,8 @@ export interface Organization {
    * service. 1000 if it was never set.
    */
   readonly queueWeightMilli: number;
+  /** Why its requests are refused. Unset: they are not. */
+  readonly suspension: Suspension | undefined;
 }
 
 /** A subdivision of an organization, with its own keys. */
@@ -1177,6 +1189,11 @@ export interface Project {
   readonly name: string;
   /** Time of creation. */
   readonly createTime: Date | undefined;
+  /**
+   * Why the requests of its keys are refused. Unset: they are not, unless the organization is
+   * suspended.
+   */
+  readonly suspension: Suspension | undefined;
 }
 
 /** An API key without its secret. */

@@ -14,6 +14,7 @@ import {
   OrganizationSchema,
   ProjectSchema,
   RotateApiKeyResponseSchema,
+  SuspensionSchema,
   type ApiKey as ApiKeyMessage,
   type AuditEntry as AuditEntryMessage,
   type CreateApiKeyResponse as CreateApiKeyResponseMessage,
@@ -21,6 +22,7 @@ import {
   type Organization as OrganizationMessage,
   type Project as ProjectMessage,
   type RotateApiKeyResponse as RotateApiKeyResponseMessage,
+  type Suspension as SuspensionMessage,
 } from "./gen/weir/v1/admin_service_pb.js";
 import {
   AlertDeliverySchema,
@@ -305,6 +307,7 @@ import {
   type RotatedApiKey,
   type ServedFleet,
   type SimulatedCustomer,
+  type Suspension,
   type Timings,
   type TokenKind,
   type TokenLogprob,
@@ -898,6 +901,16 @@ export function billingProfile(
   };
 }
 
+export function suspension(
+  value: SuspensionMessage = create(SuspensionSchema),
+): Suspension {
+  return {
+    reason: value.reason,
+    createTime: date(value.createTime),
+    byOperator: value.byOperator,
+  };
+}
+
 export function organization(
   value: OrganizationMessage = create(OrganizationSchema),
 ): Organization {
@@ -908,6 +921,7 @@ export function organization(
     createTime: date(value.createTime),
     billingProfile: value.billingProfile && billingProfile(value.billingProfile),
     queueWeightMilli: count(value.queueWeightMilli),
+    suspension: value.suspension && suspension(value.suspension),
   };
 }
 
@@ -919,6 +933,7 @@ export function project(
     organizationId: value.organizationId,
     name: value.name,
     createTime: date(value.createTime),
+    suspension: value.suspension && suspension(value.suspension),
   };
 }
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
+from uuid import UUID
 
 import typer
 from weir_client import BillingProfile, QuotaDimension, QuotaSubject
@@ -47,6 +48,7 @@ from weir_cli.texts import (
     parsed,
     quota_owner,
     quota_remarks,
+    suspension_text,
     thresholds_text,
     tightest_text,
     time_text,
@@ -67,17 +69,37 @@ if TYPE_CHECKING:
     )
 
 org = typer.Typer(
-    help="Create and list organizations; set their billing profiles and queue weights.",
+    help=(
+        "Create, rename, suspend, resume and list organizations; set their billing profiles and"
+        " queue weights."
+    ),
     no_args_is_help=True,
 )
-project = typer.Typer(help="Create and list projects.", no_args_is_help=True)
+project = typer.Typer(
+    help="Create, rename, suspend, resume and list projects.", no_args_is_help=True
+)
 
+NewNameArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Its new name: 1 to 63 of a-z, 0-9 and -, beginning with a letter.", metavar="NEW"
+    ),
+]
 IfMissingOption = Annotated[
     bool,
     typer.Option("--if-missing", help="Succeed if it already exists, for scripts that run again."),
 ]
 NameArgument = Annotated[
     str, typer.Argument(help="Its name: 1 to 63 of a-z, 0-9 and -, beginning with a letter.")
+]
+OrganizationArgument = Annotated[
+    str, typer.Argument(help="Organization, by name or id.", metavar="ORG")
+]
+ProjectArgument = Annotated[
+    str, typer.Argument(help="Project: its name with --org, ORG/NAME or its id.", metavar="PROJECT")
+]
+ReasonOption = Annotated[
+    str, typer.Option("--reason", help="Why. Its callers read it in each refusal.")
 ]
 QuotaArgument = Annotated[
     str, typer.Argument(help="Id of the limit, as shown by `weir quota list`.")
@@ -92,6 +114,7 @@ ORGANIZATIONS: Table[Organization] = Table(
         "organization": "name",
         "currency": "currency_code",
         "weight": lambda each: f"{each.queue_weight_milli / 1000:g}",
+        "state": suspension_text,
         "created": "create_time",
         "id": "organization_id",
     },
@@ -101,6 +124,7 @@ ORGANIZATIONS: Table[Organization] = Table(
 PROJECTS: Table[Project] = Table(
     {
         "project": "name",
+        "state": suspension_text,
         "created": "create_time",
         "id": "project_id",
         "organization id": "organization_id",
@@ -245,9 +269,7 @@ def list_organizations(client: AdminClient) -> list[Organization]:
 @calls(admin_client, options=PROFILE)
 def billing_profile(
     client: AdminClient,
-    organization: Annotated[
-        str, typer.Argument(help="Organization, by name or id.", metavar="ORG")
-    ],
+    organization: OrganizationArgument,
     **profile: Any,
 ) -> Output:
     """Show where an organization's invoices go. Options change single fields; '' clears one."""
@@ -284,9 +306,7 @@ def billing_profile(
 @calls(admin_client, shown=ORGANIZATIONS)
 def queue_weight(
     client: AdminClient,
-    organization: Annotated[
-        str, typer.Argument(help="Organization, by name or id.", metavar="ORG")
-    ],
+    organization: OrganizationArgument,
     weight: Annotated[
         str,
         typer.Argument(help="0.01 to 100; 1 is the weight of an organization without one."),
@@ -298,6 +318,39 @@ def queue_weight(
     within a second.
     """
     return client.set_queue_weight(organization, parsed("WEIGHT", parse_thousandths, weight))
+
+
+@org.command("rename")
+@calls(admin_client, shown=ORGANIZATIONS)
+def rename_organization(
+    client: AdminClient, organization: OrganizationArgument, name: NewNameArgument
+) -> Organization:
+    """Give an organization another name. Its id, keys, limits, usage and bills stay.
+
+    Documents of closed months keep the former name. Change it in your configuration file too:
+    `weir apply` would create an organization of the former name.
+    """
+    return client.update_organization(organization, name)
+
+
+@org.command("suspend")
+@calls(admin_client, shown=ORGANIZATIONS)
+def suspend_organization(
+    client: AdminClient, organization: OrganizationArgument, reason: ReasonOption
+) -> Organization:
+    """Refuse the requests of an organization, and end its running ones on all servers.
+
+    Its keys stay, and work again after `weir org resume`. Its own administrators can still read and
+    change everything else.
+    """
+    return client.suspend_organization(organization, reason)
+
+
+@org.command("resume")
+@calls(admin_client, shown=ORGANIZATIONS)
+def resume_organization(client: AdminClient, organization: OrganizationArgument) -> Organization:
+    """End the suspension of an organization. Those of its projects stay."""
+    return client.resume_organization(organization)
 
 
 @project.command("create")
@@ -312,6 +365,57 @@ def create_project(
     return client.create_project(
         organization_or_default(organization, client.address), name, allow_existing=if_missing
     )
+
+
+@project.command("rename")
+@calls(admin_client, shown=PROJECTS)
+def rename_project(
+    client: AdminClient,
+    project_ref: ProjectArgument,
+    name: NewNameArgument,
+    organization: OrganizationOption = None,
+) -> Project:
+    """Give a project another name. Its id, keys, limits and usage stay."""
+    return client.update_project(project_of(project_ref, organization, client.address), name)
+
+
+@project.command("suspend")
+@calls(admin_client, shown=PROJECTS)
+def suspend_project(
+    client: AdminClient,
+    project_ref: ProjectArgument,
+    reason: ReasonOption,
+    organization: OrganizationOption = None,
+) -> Project:
+    """Refuse the requests of a project, and end its running ones on all servers.
+
+    Its keys stay, and work again after `weir project resume`.
+    """
+    return client.suspend_project(project_of(project_ref, organization, client.address), reason)
+
+
+@project.command("resume")
+@calls(admin_client, shown=PROJECTS)
+def resume_project(
+    client: AdminClient, project_ref: ProjectArgument, organization: OrganizationOption = None
+) -> Project:
+    """End the suspension of a project. That of its organization, if any, stays."""
+    return client.resume_project(project_of(project_ref, organization, client.address))
+
+
+def project_of(ref: str, organization: str | None, address: str) -> str:
+    """Return the reference of a project: "ORG/NAME" or its id. Raises: typer.BadParameter."""
+    if "/" in ref or is_uuid(ref):
+        return ref
+    return f"{organization_or_default(organization, address)}/{ref}"
+
+
+def is_uuid(ref: str) -> bool:
+    try:
+        UUID(ref)
+    except ValueError:
+        return False
+    return True
 
 
 @project.command("list")

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
         EndUser,
         LiveRequest,
         Model,
+        Organization,
         Plan,
         PriceVersion,
+        Project,
         QuotaStatus,
         ResalePrice,
         ResaleStatement,
@@ -456,6 +458,14 @@ def key_state(key: ApiKey, now: datetime | None = None) -> str:
         if key.overlap_end_time
         else state
     )
+
+
+def suspension_text(owner: Organization | Project) -> str:
+    """Describe whether an organization or project is suspended, since when and why."""
+    if (found := owner.suspension) is None:
+        return "active"
+    by = "" if found.by_operator else " by the organization"
+    return f"suspended{by} {time_text(found.create_time)}: {found.reason}"
 
 
 def use_text(key: ApiKey) -> str:

@@ -107,6 +107,44 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.CreateOrganization, request)
         return wire.read(Organization, response.organization)
 
+    async def update_organization(self, organization: str, name: str) -> Organization:
+        """Renames an organization. Its id, keys, limits and bills stay; documents of closed months
+        keep the former name. AlreadyExists if the name is taken.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `name`: The new name: see `Organization.name`.
+        """
+        request = wire.request(
+            admin_service_pb2.UpdateOrganizationRequest, organization=organization, name=name
+        )
+        response = await self._call(self._stub.UpdateOrganization, request)
+        return wire.read(Organization, response.organization)
+
+    async def suspend_organization(self, organization: str, reason: str) -> Organization:
+        """Suspends an organization: calls of `InferenceService` with its keys are refused, and its
+        running requests end in every process as `failed`, with the reason ORGANIZATION_SUSPENDED
+        and their final usage. Other calls work. Idempotent.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `reason`: Why: 1 to 200 printable characters. Its callers read it in each refusal.
+        """
+        request = wire.request(
+            admin_service_pb2.SuspendOrganizationRequest, organization=organization, reason=reason
+        )
+        response = await self._call(self._stub.SuspendOrganization, request)
+        return wire.read(Organization, response.organization)
+
+    async def resume_organization(self, organization: str) -> Organization:
+        """Ends the suspension of an organization. Idempotent.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        """
+        request = wire.request(
+            admin_service_pb2.ResumeOrganizationRequest, organization=organization
+        )
+        response = await self._call(self._stub.ResumeOrganization, request)
+        return wire.read(Organization, response.organization)
+
     async def list_organizations(self) -> list[Organization]:
         """Lists organizations by name."""
         request = wire.request(
@@ -169,6 +207,39 @@ class AsyncAdminCalls(UnaryClient):
             allow_existing=allow_existing,
         )
         response = await self._call(self._stub.CreateProject, request)
+        return wire.read(Project, response.project)
+
+    async def update_project(self, project: str, name: str) -> Project:
+        """Renames a project. AlreadyExists if its organization has a project of that name.
+
+        `project`: "ORGANIZATION/NAME" or id of the project. Unknown: NotFound.
+        `name`: The new name: see `Project.name`.
+        """
+        request = wire.request(admin_service_pb2.UpdateProjectRequest, project=project, name=name)
+        response = await self._call(self._stub.UpdateProject, request)
+        return wire.read(Project, response.project)
+
+    async def suspend_project(self, project: str, reason: str) -> Project:
+        """Suspends a project, as SuspendOrganization does; the reason is PROJECT_SUSPENDED.
+        Idempotent. What the operator suspended, others can neither change nor resume:
+        InvalidRequest.
+
+        `project`: "ORGANIZATION/NAME" or id of the project. Unknown: NotFound.
+        `reason`: Why: 1 to 200 printable characters. Its callers read it in each refusal.
+        """
+        request = wire.request(
+            admin_service_pb2.SuspendProjectRequest, project=project, reason=reason
+        )
+        response = await self._call(self._stub.SuspendProject, request)
+        return wire.read(Project, response.project)
+
+    async def resume_project(self, project: str) -> Project:
+        """Ends the suspension of a project. Idempotent.
+
+        `project`: "ORGANIZATION/NAME" or id of the project. Unknown: NotFound.
+        """
+        request = wire.request(admin_service_pb2.ResumeProjectRequest, project=project)
+        response = await self._call(self._stub.ResumeProject, request)
         return wire.read(Project, response.project)
 
     async def list_projects(self, organization: str) -> list[Project]:
@@ -931,10 +1002,16 @@ class BlockingAdminCalls(BlockingUnaryClient):
     """Blocking twins of `AsyncAdminCalls`."""
 
     create_organization = blocking(AsyncAdminCalls.create_organization)
+    update_organization = blocking(AsyncAdminCalls.update_organization)
+    suspend_organization = blocking(AsyncAdminCalls.suspend_organization)
+    resume_organization = blocking(AsyncAdminCalls.resume_organization)
     list_organizations = blocking(AsyncAdminCalls.list_organizations)
     set_billing_profile = blocking(AsyncAdminCalls.set_billing_profile)
     set_queue_weight = blocking(AsyncAdminCalls.set_queue_weight)
     create_project = blocking(AsyncAdminCalls.create_project)
+    update_project = blocking(AsyncAdminCalls.update_project)
+    suspend_project = blocking(AsyncAdminCalls.suspend_project)
+    resume_project = blocking(AsyncAdminCalls.resume_project)
     list_projects = blocking(AsyncAdminCalls.list_projects)
     create_api_key = blocking(AsyncAdminCalls.create_api_key)
     rotate_api_key = blocking(AsyncAdminCalls.rotate_api_key)

@@ -1237,6 +1237,18 @@ class BillingProfile(Value):
 
 
 @dataclass(frozen=True, slots=True)
+class Suspension(Value):
+    """Suspension of an organization or project."""
+
+    reason: str = ""
+    """The reason that was given."""
+    create_time: datetime | None = None
+    """Time of the suspension."""
+    by_operator: bool = False
+    """False: the organization suspended its own project, and can resume it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Organization(Value):
     """A customer: it owns projects, keys and limits, and gets one bill a month."""
 
@@ -1253,6 +1265,8 @@ class Organization(Value):
     queue_weight_milli: int = 0
     """How much it counts in the fair queue, in thousandths: under load, twice the weight is twice
     the service. 1000 if it was never set."""
+    suspension: Suspension | None = None
+    """Why its requests are refused. Unset: they are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1267,6 +1281,9 @@ class Project(Value):
     """Unique name inside the organization, formed like an organization's."""
     create_time: datetime | None = None
     """Time of creation."""
+    suspension: Suspension | None = None
+    """Why the requests of its keys are refused. Unset: they are not, unless the organization is
+    suspended."""
 
 
 @dataclass(frozen=True, slots=True)
