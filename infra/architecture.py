@@ -79,11 +79,11 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "fault injection": (("chaos/",), 1_059),
     "command line": (("sdk/python/src/weir_cli/",), 8_723),
     "Python client": (("sdk/python/",), 7_503),
-    "TypeScript client": (("sdk/typescript/",), 6_582),
+    "TypeScript client": (("sdk/typescript/",), 6_583),
     "benchmarks": (("bench/",), 11_389),
     "demo": (("demo/",), 4_524),
     "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_713),
-    "tests": (("tests/",), 130_619),
+    "tests": (("tests/",), 130_625),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")
