@@ -830,7 +830,13 @@ class FleetBuilder:
                 parts[served] = self._part(terms, before, locations_of(version, addresses))
                 share = Share(version.version, served, version.weight)
                 shares.setdefault(model.name, []).append(share)
-        catalog = Catalog(shares, fleet.aliases, fleet.regions, settings.models.region)
+        catalog = Catalog(
+            shares,
+            fleet.aliases,
+            fleet.regions,
+            settings.models.region,
+            {model.name: model.fallback for model in fleet.models if model.fallback},
+        )
         tokenizers = load_tokenizers(parts.values(), settings, running)
         serving = Serving(fleet, parts, catalog, tokenizers, budget)
         add_adapters(settings, serving.engines, shares, fleet.aliases)

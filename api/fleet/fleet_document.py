@@ -67,6 +67,8 @@ def _model(model: FleetModel) -> Values:
         terms["policy"] = model.policy
     if model.recovery_wait_s != RECOVERY_WAIT_S:
         terms["recovery_wait_s"] = model.recovery_wait_s
+    if model.fallback:
+        terms["fallback"] = list(model.fallback)
     if len(model.versions) == 1 and not model.versions[0].version:
         return terms | _version(model.versions[0])
     versions = {}

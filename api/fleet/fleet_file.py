@@ -8,7 +8,7 @@ explains the keys.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -40,9 +40,11 @@ REPLICA_COUNT_MAX = 256
 WEIGHT_MAX = 1e6
 IDLE_TIMEOUT_S_MAX = 7 * 86_400.0
 RECOVERY_WAIT_S_MAX = 600.0
+FALLBACK_COUNT_MAX = 4  # models to try for one request
 RECOVERY_WAIT_S = 10.0  # enough to restart the process of a small model
 OF_LOCAL_ENGINES = ("replicas", "idle_timeout_s", "memory_bytes", "region")
 OF_GPU_ENGINES = ("engine_config", "gpus")
+OF_GENERATING = ("policy", "recovery_wait_s", "fallback")
 OF_REMOTE = ("targets", "share_prefixes", "launcher")  # all but the first: to generate
 OF_LAUNCHED = ("replicas", "idle_timeout_s", "region")
 OF_VERSION = {"engine", "directory", "weight", *OF_REMOTE, *OF_LOCAL_ENGINES, *OF_GPU_ENGINES}
@@ -124,13 +126,21 @@ class FleetModel:
     """Model with its versions.
 
     `policy` routes requests between replicas. A sequence whose replica fails waits up to
-    `recovery_wait_s` seconds for another one.
+    `recovery_wait_s` seconds for another one. A request that the model cannot take goes to the
+    first of `fallback` that can: models, or versions as `name@version`.
     """
 
     name: str
     versions: tuple[FleetVersion, ...]
     policy: Policy = "prefix_aware"
     recovery_wait_s: float = RECOVERY_WAIT_S
+    fallback: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """Name of the model, and of its versions as `name@version`."""
+        versions = [f"{self.name}@{each.version}" for each in self.versions if each.version]
+        return [self.name, *versions]
 
     @property
     def embeds(self) -> bool:
@@ -222,6 +232,7 @@ class FleetReader(ValueReader):
         self._reads_files = reads_files
         self._regions: frozenset[str] = frozenset()
         self._pools: dict[str, Pool] = {}
+        self._fallbacks: dict[str, list[yaml.Node]] = {}  # by model
 
     def named(
         self, node: yaml.Node | None, location: str, pattern: re.Pattern[str], what: str
@@ -248,6 +259,7 @@ class FleetReader(ValueReader):
             self.wrong(root, "models", "is missing: name at least one model")
         nodes = self.named(keys.get("models"), "models", NAME, "a model")
         models = tuple(self.model(name, node, f"models.{name}") for name, node in nodes.items())
+        self.check_fallbacks(models)
         return Fleet(
             models=models,
             aliases=self.aliases(keys.get("aliases"), models),
@@ -298,7 +310,7 @@ class FleetReader(ValueReader):
             key.value == "versions" for key, _ in node.value
         )
         allowed = {"versions"} if has_versions else OF_VERSION - {"weight"}
-        keys = self.mapping(node, location, sorted({"policy", "recovery_wait_s", *allowed}))
+        keys = self.mapping(node, location, sorted({*OF_GENERATING, *allowed}))
         if has_versions:
             nodes = self.named(keys["versions"], f"{location}.versions", WORD, "a version")
             versions = tuple(
@@ -316,9 +328,8 @@ class FleetReader(ValueReader):
         if versions and len({version.engine in ENCODERS for version in versions}) > 1:
             self.wrong(node, location, "must have versions that all generate, or that all embed")
         if versions and versions[0].engine in ENCODERS:
-            of_generating = ("policy", "recovery_wait_s")
             reason = "is for models that generate: leave it out here"
-            self.refuse(keys, location, of_generating, reason)
+            self.refuse(keys, location, OF_GENERATING, reason)
         policy = self.value_of(keys, location, "policy", one_of(*get_args(Policy)), "prefix_aware")
         wait = number(0, RECOVERY_WAIT_S_MAX)
         return FleetModel(
@@ -326,7 +337,43 @@ class FleetReader(ValueReader):
             versions=versions,
             policy=cast(Policy, policy),
             recovery_wait_s=self.value_of(keys, location, "recovery_wait_s", wait, RECOVERY_WAIT_S),
+            fallback=self.fallback(name, keys.get("fallback"), f"{location}.fallback"),
         )
+
+    def fallback(self, model: str, node: yaml.Node | None, location: str) -> tuple[str, ...]:
+        """Parse the fallback of a model; `check_fallbacks` checks the names."""
+        if node is None:
+            return ()
+        self._fallbacks[model] = nodes = self.items(node, location)
+        if not 1 <= len(nodes) <= FALLBACK_COUNT_MAX:
+            reason = f"must name 1 to {FALLBACK_COUNT_MAX} models: shorten it, or leave it out"
+            self.wrong(node, location, reason)
+        return tuple(
+            self.value(each, f"{location}[{index}]", word, "") for index, each in enumerate(nodes)
+        )
+
+    def check_fallbacks(self, models: tuple[FleetModel, ...]) -> None:
+        """Check that fallbacks are models that generate, each named once, without a cycle."""
+        owners = {name: model for model in models for name in model.names}
+        known = {name for name, model in owners.items() if not model.embeds}
+        next_of = {
+            model.name: {owners[name].name for name in model.fallback if name in owners}
+            for model in models
+        }
+        for model in models:
+            for index, node in enumerate(self._fallbacks.get(model.name, ())):
+                name, location = model.fallback[index], f"models.{model.name}.fallback[{index}]"
+                if name in model.fallback[:index]:
+                    self.wrong(node, location, f"names {name!r} again: name each model once")
+                elif name and name not in known:
+                    near = similar_name(name, known, len(self.errors))
+                    hint = f"; did you mean {near!r}?" if near else ""
+                    what = "a model that generates, or its version as name@version"
+                    self.wrong(node, location, f"must name {what}, not {name!r}{hint}")
+                elif name and (path := path_to(model.name, owners[name].name, next_of)):
+                    cycle = ", ".join((model.name, *path))
+                    reason = f"leads back to {model.name!r} ({cycle}): name a model that does not"
+                    self.wrong(node, location, reason)
 
     def named_version(self, version: str, node: yaml.Node, location: str) -> FleetVersion:
         return self.version(
@@ -468,12 +515,7 @@ class FleetReader(ValueReader):
     def aliases(self, node: yaml.Node | None, models: tuple[FleetModel, ...]) -> dict[str, str]:
         """Parse the aliases. Each names a model or one of its versions."""
         names = {model.name for model in models}
-        known = names | {
-            f"{model.name}@{version.version}"
-            for model in models
-            for version in model.versions
-            if version.version
-        }
+        known = {name for model in models for name in model.names}
         found = {}
         for alias, each in self.named(node, "aliases", NAME, "an alias").items():
             location = f"aliases.{alias}"
@@ -501,3 +543,16 @@ class FleetReader(ValueReader):
             )
             self.wrong(node, location, f"{name!r} is not a region of this file: {remedy}")
         return name
+
+
+def path_to(end: str, start: str, next_of: Mapping[str, Collection[str]]) -> list[str]:
+    """Find a path of names from `start` to `end`, both included; empty if there is none."""
+    paths, seen = [[start]], {start}
+    while paths:
+        path = paths.pop()
+        if path[-1] == end:
+            return path
+        for name in sorted(set(next_of.get(path[-1], ())) - seen):
+            seen.add(name)
+            paths.append([*path, name])
+    return []

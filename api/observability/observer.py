@@ -390,7 +390,8 @@ class Ending(msgspec.Struct, frozen=True):
 
     `start` is the request, with the canonical model name if the model exists. `outcome` is set if
     it ran; `broken` is its refusal or failure. `timings` are those of `Stopwatch`. `settled` is its
-    billed usage, or None. `gaps` is None if it was not generated token by token.
+    billed usage, or None. `gaps` is None if it was not generated token by token. `requested_model`
+    is set if the request was for another model than the one that has taken it.
     """
 
     caller: CountedCaller
@@ -401,6 +402,7 @@ class Ending(msgspec.Struct, frozen=True):
     settled: Settled | None
     gaps: Gaps | None = None
     migration_count: int = 0
+    requested_model: str = ""
 
 
 class Observer:
@@ -470,4 +472,5 @@ def record_of(ending: Ending) -> Record:
         ended_at_ns=time.time_ns(),
         end_user=start.end_user,
         labels=start.labels,
+        requested_model=ending.requested_model,
     )

@@ -107,7 +107,7 @@ def attributes(record: Record) -> dict[str, AttributeValue]:
     result: dict[str, AttributeValue] = {
         "gen_ai.operation.name": record.operation,
         "gen_ai.provider.name": "weir",
-        "gen_ai.request.model": model,
+        "gen_ai.request.model": record.requested_model[:MODEL_CHARS_MAX] or model,
         "gen_ai.response.id": str(record.request_id),
         "weir.tier": record.tier,
         "weir.organization_id": str(record.organization_id),

@@ -93,7 +93,7 @@ class Record:
     """Ended request.
 
     `outcome` is set if it ran, `reason` if it was refused or failed. `ended_at_ns` is wall-clock
-    time.
+    time. `requested_model` is set if `model` was its fallback.
     """
 
     request_id: uuid.UUID
@@ -111,6 +111,7 @@ class Record:
     ended_at_ns: int
     end_user: str
     labels: Mapping[str, str]
+    requested_model: str = ""
 
 
 class SpanCounts(NamedTuple):

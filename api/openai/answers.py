@@ -170,6 +170,7 @@ class Bill:
     cost_picos: int = 0
     currency_code: str = ""
     price_version: int = 0
+    requested_model: str = ""  # if its fallback has taken the request
     request_ids: list[str] = field(default_factory=list)  # in the order of the prompts
 
     def add(self, usage: types_pb2.Usage, cost: types_pb2.Money) -> None:
@@ -193,7 +194,8 @@ class Bill:
 
     def extension(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Build the `weir` object: fields that OpenAI's API lacks, such as the exact cost."""
-        return {
+        requested = {"requested_model": self.requested_model} if self.requested_model else {}
+        return requested | {
             "cost": cost_facts(self.currency_code, self.cost_picos),
             "price_version": self.price_version,
             "request_ids": self.request_ids,

@@ -29,7 +29,7 @@ from api.generation.endings import OUTCOMES
 from api.generation.parsing.start_frame import ValidStart, parse_start
 from api.generation.request.caller import Caller
 from api.generation.request.live_request import LiveRequest
-from api.generation.request.phases import Ended
+from api.generation.request.phases import Ended, Held
 from api.generation.request.registry import RequestRegistry
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
@@ -42,6 +42,7 @@ from api.openai.error_responses import (
 )
 from api.openai.listener import Connection, WholeResponse
 from api.openai.parameters import ParsedRequest
+from inference.routing.router import Route
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.tenants.authentication import Principal
@@ -54,6 +55,7 @@ HALF_CLOSED_SILENCE_S = 1.0
 HELD_BYTES_MAX = 16_384  # of a short body; far less than the kernel's buffer
 LOGPROBS_AT_ONCE = 200  # tokens whose log-probabilities become JSON on the event loop
 LOGPROB_COST = 50  # characters of text to encode that cost as much as one of them
+MODEL, REQUESTED_MODEL = "weir-model", "weir-requested-model"  # headers after a fallback
 EVENT_STREAM, JSON = "text/event-stream; charset=utf-8", "application/json"
 # Reasons for an end in the middle of the output: a client that still reads gets an error.
 # Ends of an answer that is not whole, which are errors in HTTP.
@@ -130,8 +132,12 @@ class Exchange:
         starts: list[ValidStart],
         answer: Answer,
         headers: Mapping[str, str],
+        answer_of: Callable[[Route], Answer],
     ) -> None:
-        """`starts` has one start frame per prompt. `headers` are added to the response."""
+        """`starts` has one start frame per prompt. `headers` are added to the response.
+
+        `answer_of` makes the answer of another model, which takes the request as a fallback.
+        """
         self._registry = registry
         settings = registry.settings
         self._delivery, self._padding_after_s = settings.delivery, settings.http.padding_after_s
@@ -139,6 +145,7 @@ class Exchange:
         self._arrival = arrival
         self.parsed = parsed
         self._answer = answer
+        self._answer_of = answer_of
         journal = registry.admission.journal
         whole = (
             None
@@ -211,7 +218,7 @@ class Exchange:
             self._live.clear()
             self._starts.clear()
             self._connection.watch_half_close(None)
-            del self.parsed, self._answer, self._http, self._connection
+            del self.parsed, self._answer, self._answer_of, self._http, self._connection
 
     def _begin(self, starts: Sequence[ValidStart]) -> None:
         """Start all requests, or none. Raises: RequestInFlight, RequestUnderWay."""
@@ -328,6 +335,8 @@ class Exchange:
             self._headers |= quota_headers(frame.admitted.quotas)
             self._bill.price_version = frame.admitted.price_version
             self._admitted_count += 1
+            if frame.admitted.requested_model:
+                self._fell_back(self._live[subscription.index], frame.admitted)
             for output in self._outputs_of(subscription):
                 output.input_token_count = frame.admitted.input_token_count
                 if self.parsed.shows_token_ids:
@@ -340,6 +349,14 @@ class Exchange:
         elif kind == "failed":
             return self._fail(subscription, error_response(frame.failed.status, self.parsed.names))
         return b""
+
+    def _fell_back(self, request: LiveRequest, admitted: pb.AdmittedFrame) -> None:
+        """Answer for the model that has taken the request, before any of its output."""
+        phase = request.phase
+        assert isinstance(phase, Held), "an admitted request has a hold"
+        self._answer = self._answer_of(phase.admitted.route)
+        self._bill.requested_model = admitted.requested_model
+        self._headers |= {MODEL: admitted.model, REQUESTED_MODEL: admitted.requested_model}
 
     def _outputs_of(self, subscription: AnswerSubscription) -> Sequence[Output]:
         """Return the outputs of the choices of one prompt."""

@@ -39,7 +39,7 @@ from api.generation.request.registry import RequestRegistry
 from api.observability.observer import HTTP
 from api.observability.spans import trace_of
 from api.openai import answers
-from api.openai.answers import ChatAnswer, CompletionAnswer, ServedModel
+from api.openai.answers import Answer, ChatAnswer, CompletionAnswer, ServedModel
 from api.openai.apis import Api, parsed_body
 from api.openai.embeddings import (
     EmbeddingParameters,
@@ -103,6 +103,7 @@ from api.openai.tokens import (
 )
 from api.openai.tolerance import Notes
 from common.loop_watch import Stage
+from inference.routing.router import Route
 from metering.quotas.quota_rules import Owner
 from metering.store.db import Sessions
 from metering.tenants.authentication import Principal
@@ -113,6 +114,7 @@ SERVICE = "/weir.v1.InferenceService"
 # Seconds. Keys are looked up for each request here, but once per stream over gRPC.
 KEY_AGE_MAX_S = 1.0
 END_USER = "weir-end-user"  # header, which wins over the parameters of the body
+NO_FALLBACK = "weir-no-fallback"  # header
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 CHUNKED_BYTES = 256 * 1024  # assumed size of a body of unknown length
 # Namespace of request ids that are derived from idempotency keys other than UUIDs.
@@ -276,14 +278,27 @@ class Gateway:
             parsed, headers = parsed_body(body, api, strict=is_strict(request, principal))
             if end_user := end_user_of(request):
                 parsed = parsed.for_end_user(end_user, END_USER)
-            return parsed, headers, valid_starts(parsed, arrival.request_id, window)
+            starts = valid_starts(parsed, arrival.request_id, window)
+            # One answer is of one model, and token ids are those of the requested one.
+            shows_ids = parsed.shows_token_ids or parsed.names_tokens_by_id
+            if forbids_fallback(request) or shows_ids or len(parsed.starts) > 1:
+                for start in () if isinstance(starts, InvalidRequest) else starts:
+                    start.no_fallback = True
+            return parsed, headers, starts
 
         parsed, headers, starts = await self._read(request, arrival, principal, parse)
         with self._registry.pace.charging(arrival.caller.payer, START_FREE_S):
             model = self._model_of(parsed, principal, arrival.request_id)
-            format = api.answer(parsed, model, arrival.request_id.hex, int(time.time()))
+            named = arrival.request_id.hex, int(time.time())
+            format = api.answer(parsed, model, *named)
             if not isinstance(starts, InvalidRequest):
-                return Exchange(self._registry, request, arrival, parsed, starts, format, headers)
+
+                def answer_of(route: Route) -> Answer:
+                    served = replace(parsed, model=route.model)
+                    return api.answer(served, self._served_by(route), *named)
+
+                served = parsed, starts, format, headers, answer_of
+                return Exchange(self._registry, request, arrival, *served)
         self._registry.observer.start_refused(starts)
         return refused(
             error_response(status_of(starts), parsed.names),
@@ -470,6 +485,11 @@ class Gateway:
                         name,
                         "is not supported: this model's engine reports no token ids; leave it out",
                     )
+        return self._served_by(route)
+
+    def _served_by(self, route: Route) -> ServedModel:
+        """Return the properties of the model of a route."""
+        model = route.engine.model
         mark = f"{model.fingerprint}_{route.adapter}" if route.adapter else model.fingerprint
         return ServedModel(self._texts_of(route.served), mark, model.default_sampling)
 
@@ -546,6 +566,14 @@ def is_strict(request: web.BaseRequest, principal: Principal) -> bool:
     if requested not in ("0", "1"):
         raise invalid_parameter("strict", "must be 0 or 1")
     return principal.terms.strict_parameters or requested == "1"
+
+
+def forbids_fallback(request: web.BaseRequest) -> bool:
+    """Return whether the header forbids a fallback to another model. Raises: InvalidRequest."""
+    sent = request.headers.get(NO_FALLBACK, "0")
+    if sent not in ("0", "1"):
+        raise invalid_parameter(NO_FALLBACK, "must be 0 or 1")
+    return sent == "1"
 
 
 def end_user_of(request: web.BaseRequest) -> str:

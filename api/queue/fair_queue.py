@@ -416,6 +416,10 @@ class FairQueue:
             self.on_live()
         return QueueEntry(self, arrival, self._number)
 
+    def forgo(self, tenant_id: uuid.UUID, request_id: uuid.UUID) -> None:
+        """Free the place reserved for a refused request, which will not come back."""
+        self.admission.reservations.returned((tenant_id, request_id))
+
     def reweigh(self, weights: Mapping[int, float]) -> None:
         """Set the weights of tenants, by id as an integer; others weigh 1."""
         if self.is_fair:

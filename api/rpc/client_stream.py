@@ -252,6 +252,7 @@ class ClientStream:
             principal.address,
             principal.secret_hash,
             self._on_admitted,
+            principal.models,
         )
         transport_s = held_s = self._lookup_s = 0.0
         if not index:

@@ -79,7 +79,8 @@ class Route(msgspec.Struct, frozen=True):
     """Route of a request. `model` is the canonical name, by which the request is billed.
 
     `served` is the name that the engine serves. For `regions` and `adapter` see
-    `GenerationRequest`.
+    `GenerationRequest`. `fallback` has the models to try, in order, if this one cannot take the
+    request.
     """
 
     model: str
@@ -87,6 +88,7 @@ class Route(msgspec.Struct, frozen=True):
     engine: Engine
     regions: tuple[str, ...] = ()
     adapter: str = ""
+    fallback: tuple[str, ...] = ()
 
     @property
     def backend(self) -> Backend:
@@ -181,7 +183,8 @@ class Router:
                 f"region {region[:64]!r} is unknown; {remedy}", "region"
             ) from None
         canonical_name = catalog.canonical_name(model)
-        route = Route(canonical_name, share.served, engine, regions, share.adapter)
+        fallback = catalog.fallback_of(model) if catalog.model_fallbacks else ()
+        route = Route(canonical_name, share.served, engine, regions, share.adapter, fallback)
         if len(catalog.shares[canonical_name]) == 1:
             self._routes[model, region] = route
         return route
@@ -333,12 +336,14 @@ class Catalog:
     `shares` has the versions by model name. `aliases` lead to a model, or to a version as
     `name@version`. `fallbacks` lists for each region the only other regions for its requests, in
     order of preference. `own_region` is for requests that do not name one; empty for no preference.
+    `model_fallbacks` lists for models the models to try instead, in order.
     """
 
     shares: Mapping[str, Sequence[Share]]
     aliases: Mapping[str, str] = field(default_factory=dict)
     fallbacks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     own_region: str = ""
+    model_fallbacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def plain(cls, names: Sequence[str]) -> Catalog:
@@ -369,6 +374,12 @@ class Catalog:
             ),
             None,
         )
+
+    def fallback_of(self, requested: str) -> tuple[str, ...]:
+        """List the models to try if this one cannot take a request; none for `name@version`."""
+        if requested in self.shares or requested in self.aliases:
+            return self.model_fallbacks.get(self.canonical_name(requested), ())
+        return ()
 
     def main_share(self, name: str) -> Share:
         """Find the version with the largest weight, the first of equal ones."""

@@ -141,7 +141,12 @@ async def test_a_client_that_never_reads_is_not_read(monkeypatch: pytest.MonkeyP
     principal = cast(
         Any,
         SimpleNamespace(
-            **ids, currency_code="USD", bounds=NO_BOUNDS, address=None, secret_hash=b""
+            **ids,
+            currency_code="USD",
+            bounds=NO_BOUNDS,
+            address=None,
+            secret_hash=b"",
+            models=frozenset(),
         ),
     )
     key = StreamKey(principal, cast(Any, None), 60.0)  # which it has no time to read

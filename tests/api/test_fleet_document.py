@@ -203,3 +203,14 @@ def test_each_mistake_of_a_file_is_found_in_a_document() -> None:
         with pytest.raises(FleetInvalid) as caught:
             parse_document(text, Path("/srv"))
         assert all(each.line >= 1 and each.message for each in caught.value.errors)
+
+
+def test_a_fallback_is_part_of_the_document_and_of_differences() -> None:
+    content = "models: {a: {directory: d, fallback: [b]}, b: {directory: d}, c: {directory: d}}"
+    fleet, other = (
+        parse_document(each, Path("/m")) for each in (content, content.replace("[b]", "[c, b]"))
+    )
+
+    assert parse_document(document_of(fleet), None) == fleet
+    [change] = changes_between(fleet, other)
+    assert (change.path, change.before, change.after) == ("models.a.fallback", ["b"], ["c", "b"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,6 +56,23 @@ models: {chat: {directory: d, memory_bytes: 3 apples}}
     memory_bytes: must be a number of bytes, such as 24GiB
 models: {chat: {directory: d, idle_timeout_s: nan}}
     idle_timeout_s: must be a number from 0 to 604800, not 'nan'
+models: {chat: {directory: d, fallback: []}}
+    models.chat.fallback: must name 1 to 4 models
+models: {chat: {directory: d, fallback: code}, code: {directory: d}}
+    models.chat.fallback: write a list
+models:\n  chat: {directory: d, fallback: [coed]}\n  code: {directory: d}
+    line 2: models.chat.fallback[0]: must name a model that generates, or its version
+models:\n  chat:\n    directory: d\n    fallback:\n    - code\n    - code\n  code: {directory: d}
+    line 6: models.chat.fallback[1]: names 'code' again
+models: {chat: {directory: d, fallback: [embed]}, embed: {directory: d, engine: encoder}}
+    models.chat.fallback[0]: must name a model that generates
+models: {embed: {directory: d, engine: encoder, fallback: [chat]}, chat: {directory: d}}
+    models.embed.fallback: is for models that generate
+models:\n  chat: {directory: d, fallback: [chat]}
+    line 2: models.chat.fallback[0]: leads back to 'chat' (chat, chat)
+models:\n  a: {directory: d, fallback: [b@v]}\n  b: {versions: {v: {directory: d}}, fallback: [a]}
+    line 2: models.a.fallback[0]: leads back to 'a' (a, b, a)
+    line 3: models.b.fallback[0]: leads back to 'b' (b, a, b)
 models: {chat: {directory: d, share_prefixes: true}}
     models.chat.share_prefixes: is for remote engines
 models: {chat: {directory: d, targets: [a:1]}}
@@ -177,6 +195,18 @@ def test_a_mistake_is_located_and_its_remedy_named(mistake: str) -> None:
     assert "WEIR_FLEET=" in str(invalid.value)
     for error in errors:
         assert error.strip() in str(invalid.value)
+
+
+def test_a_fallback_leads_back_over_no_number_of_models() -> None:
+    names = [f"m{number}" for number in range(6)]
+    chain = dict(pairwise(names)) | {names[-1]: names[2]}
+    lines = [f"  {name}: {{directory: d, fallback: [{chain[name]}]}}" for name in names]
+
+    with pytest.raises(SettingInvalid) as invalid:
+        parse("\n".join(["models:", *lines]))
+
+    wrong = re.findall(r"line (\d): models.(m\d).fallback\[0\]: leads back", str(invalid.value))
+    assert wrong == [("4", "m2"), ("5", "m3"), ("6", "m4"), ("7", "m5")]
 
 
 def test_all_mistakes_are_reported_at_once_in_order() -> None:

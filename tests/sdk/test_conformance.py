@@ -929,6 +929,7 @@ async def test_offers_every_field() -> None:
         tier="batch",
         start_timeout=5,
         region="here",
+        no_fallback=True,
         keep_on_disconnect=5,
         prefetch_tokens=10,
         tools=[Tool("t")],

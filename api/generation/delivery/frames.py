@@ -38,15 +38,18 @@ def admitted(
     admission: Admitted,
     request: GenerationRequest,
     predicted_cached_token_count: int,
+    model: str,
+    requested_model: str = "",
     *,
     limited_by_key: bool,
 ) -> pb.ServerFrame:
     """Build the `admitted` frame, with the remainder of each quota that applies to the request.
 
-    The next call reuses the frame, so send it before. `limited_by_key`: the API key limits the
-    output, because the request sets no limit.
+    `model` has taken it, as the fallback of `requested_model` if that is not empty. The next call
+    reuses the frame, so send it before. `limited_by_key`: the API key limits the output, because
+    the request sets no limit.
     """
-    frame, quotas = _met_quotas(admission.quotas.rules)
+    frame, quotas = _met_quotas(admission.quotas.rules, model, requested_model)
     now, counts = admission.quotas.now, admission.quotas.counts
     for index, status, limit_value, window, reset_time, delay in quotas:
         used, held = counts[index]
@@ -67,13 +70,15 @@ def admitted(
 @functools.lru_cache(maxsize=8192)  # keys in use, by their limits; some 20 MB at most
 def _met_quotas(
     rules: tuple[QuotaRule, ...],
+    model: str,
+    requested_model: str,
 ) -> tuple[pb.ServerFrame, list[MetQuota]]:
-    """Build a frame with these quotas; return for each: index in `rules`, message, limit, window,
-    and the messages of its reset.
+    """Build a frame with these models and quotas; return for each quota: index in `rules`, message,
+    limit, window, and the messages of its reset.
 
     Later only numbers are set: setting a string again would grow the message's memory each time.
     """
-    frame = pb.ServerFrame()
+    frame = pb.ServerFrame(admitted=pb.AdmittedFrame(model=model, requested_model=requested_model))
     order_of_rules = sorted(range(len(rules)), key=lambda index: order(rules[index]))
     frame.admitted.quotas.extend(quota_in_force(rules[index], "", "") for index in order_of_rules)
     found = zip(order_of_rules, frame.admitted.quotas, strict=True)

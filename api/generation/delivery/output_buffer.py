@@ -316,7 +316,9 @@ class OutputBuffer(ABC):
         request_state: EndDecision,
         update: Callable[[pb.UpdateFrame], None],
     ) -> None:
-        """`model` is its name as sent by the client. `update` changes the limits of the request."""
+        """`model` is its name as sent by the client, until a fallback has taken the request.
+        `update` changes the limits of the request.
+        """
         self.usage = UsageSoFar()
         self.gaps = Gaps()
         self.fence: Callable[[], bool] = may_always_send

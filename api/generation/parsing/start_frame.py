@@ -58,7 +58,14 @@ SAMPLING_FIELDS = frozenset({"sampling", "top_logprobs", "prompt_logprobs"})
 STOP_FIELDS = frozenset(StopRules.__struct_fields__)
 DECODING_FIELDS = SAMPLING_FIELDS | {"response_format", "beam_search", "choice_count"}
 COPIED_FIELDS = frozenset(
-    {"choice_count", "usage_interval_tokens", "initial_credit_tokens", "region", "end_user"}
+    {
+        "choice_count",
+        "usage_interval_tokens",
+        "initial_credit_tokens",
+        "region",
+        "end_user",
+        "no_fallback",
+    }
 )
 TOOL_FIELDS = frozenset({"tools", "tool_choice"})
 LIMIT_FIELDS = frozenset(
@@ -77,8 +84,9 @@ PURPOSE_FIELDS = frozenset({"tier", "labels", "end_user"})
 class ValidStart(msgspec.Struct):
     """Start frame that is valid by itself; model, context window and quotas are checked later.
 
-    Only `model` changes: it is the name as sent, and after routing the canonical name. `given_id`
-    is the request id as the client writes it, for use in responses.
+    Only `model` changes: it is the name as sent, and after routing the canonical name; and
+    `requested_model`, the canonical name of the requested model while `model` is its fallback.
+    `given_id` is the request id as the client writes it, for use in responses.
     """
 
     request_id: uuid.UUID
@@ -103,6 +111,8 @@ class ValidStart(msgspec.Struct):
     max_cost: Cost | None = None
     region: str = ""
     tool_use: ToolUse = NO_TOOLS
+    no_fallback: bool = False
+    requested_model: str = ""
 
     @property
     def operation(self) -> str:

@@ -9,7 +9,7 @@ from api.access.auth import payer
 from api.core.rate_limiter import CALL
 from api.observability.spans import NO_TRACE, TraceContext
 from metering.quotas.quota_rules import Payer
-from metering.tenants.authentication import NO_BOUNDS, Principal, TokenBounds
+from metering.tenants.authentication import NO_BOUNDS, Principal, TokenBounds, model_allowed
 from metering.tenants.networks import Address
 
 
@@ -20,7 +20,8 @@ class Caller:
     `received_at` and `deadline`, the latest time to start, are on the monotonic clock. `bounds` are
     the token limits per request of the key. `address` is None if it is unknown. `trace` is the
     trace that the request belongs to, `secret_hash` the hash of the secret that was sent.
-    `on_admitted` is called once the request is admitted.
+    `on_admitted` is called once the request is admitted. `models` are those that the key may use;
+    empty for all.
     """
 
     payer: Payer
@@ -33,6 +34,11 @@ class Caller:
     address: Address | None = None
     secret_hash: bytes = field(default=b"", repr=False)
     on_admitted: Callable[[], None] = lambda: None
+    models: frozenset[str] = frozenset()
+
+    def may_use(self, model: str) -> bool:
+        """Return True if the key may use the model."""
+        return model_allowed(self.models, model)
 
     @classmethod
     def of(
@@ -55,4 +61,5 @@ class Caller:
             address=principal.address,
             secret_hash=principal.secret_hash,
             on_admitted=(lambda: None) if call is None else call.on_admitted,
+            models=principal.models,
         )

@@ -22,10 +22,10 @@ It is a state machine whose phases (`phases.py`) carry what exists in them. An e
     Flushing                                                                 Settling
     Settling                                                                           Ended
 
-`_fail` leads from the first three to `Ended`, and from the next five to `Flushing`; later it has
-no effect. A stop (`_on_stop`) interrupts the task of `Preparing` and of `Loading`, abandons the
-hold of `Asking`, and cancels the sequence, whose last event then ends the request. `update` and
-`report_progress` change no phase.
+`_fail` leads from the first three to `Ended`, or to `begin` with another model, and from the next
+five to `Flushing`; later it has no effect. A stop (`_on_stop`) interrupts the task of `Preparing`
+and of `Loading`, abandons the hold of `Asking`, and cancels the sequence, whose last event then
+ends the request. `update` and `report_progress` change no phase.
 """
 
 from __future__ import annotations
@@ -60,6 +60,13 @@ from api.generation.parsing.tokenizing import TextJob, tokenize_at_once
 from api.generation.parsing.tools import call_reading
 from api.generation.request.admission import HoldHandle
 from api.generation.request.caller import Caller
+from api.generation.request.fallback import (
+    CAUSES,
+    OF_ONE_MODEL,
+    FallbackSearch,
+    can_take,
+    is_bound,
+)
 from api.generation.request.limits import OutputLimits, parse_update
 from api.generation.request.output_processor import OutputProcessor
 from api.generation.request.phases import (
@@ -88,7 +95,12 @@ from api.generation.request.preparation import (
     max_output_token_count,
     prepared,
 )
-from api.generation.request.readiness import engine_lost, interrupted, wait_until_ready
+from api.generation.request.readiness import (
+    RETRY_S_MIN,
+    engine_lost,
+    interrupted,
+    wait_until_ready,
+)
 from api.generation.request.registry import RequestRegistry
 from api.generation.state import (
     End,
@@ -148,6 +160,7 @@ class LiveRequest:
     """
 
     stops: Mapping[int, StoppedBy] = MappingProxyType({})
+    _search: FallbackSearch | None = None  # once the requested model cannot take the request
 
     def __init__(
         self,
@@ -287,19 +300,22 @@ class LiveRequest:
 
     # Received, preparing and asking.
 
-    def begin(self) -> None:
+    def begin(self, model: str = "") -> None:
         """Prepare the prompt, at once if it is short, and ask for admission.
 
-        Errors go to the current subscription as the last frame. The request never ends in this
-        call, but in a later turn of the loop.
+        `model` is tried instead of the requested one. Errors go to the current subscription as the
+        last frame. The request never ends in this call, but in a later turn of the loop.
         """
         registry, caller, start = self._registry, self.caller, self.start
         registry.add(self)
         try:
-            route = registry.router.route(start.model, start.request_id, start.region)
+            route = registry.router.route(model or start.model, start.request_id, start.region)
             start.model, tokenizer = route.model, registry.tokenizers[route.served]
             preparing = Preparing(route)
             self.phase = preparing
+            if route.fallback and not model and not can_take(route.engine):
+                condition = route.engine.condition()
+                raise condition.fault(max(condition.retry_after_s, RETRY_S_MIN))
             tools = start.tool_use.tools
             if tools:
                 preparing.call_reading = call_reading(
@@ -391,7 +407,13 @@ class LiveRequest:
             )
             bounded = is_bounded(self.caller.bounds, start.stop.max_output_tokens, request)
             self.caller.on_admitted()
-            output.push(frames.admitted(hold.admitted, request, predicted, limited_by_key=bounded))
+            if start.requested_model and self._search is not None:
+                output.model = start.model
+                self._search.found(self.caller, start)
+            models = start.model, start.requested_model
+            output.push(
+                frames.admitted(hold.admitted, request, predicted, *models, limited_by_key=bounded)
+            )
             if start.start_timeout_s is not None:
                 loop = asyncio.get_running_loop()
                 left_s = self.caller.received_at + start.start_timeout_s - time.monotonic()
@@ -399,6 +421,40 @@ class LiveRequest:
             self._proceed(admitted)
         except Exception as error:
             self._fail(error)
+
+    # Fallback to another model.
+
+    def _tries_another(self, phase: Preparing[Route], error: Exception) -> bool:
+        """Try the next model that may take the request after this refusal, if there is one.
+
+        Returns False if the refusal is to be answered. If no model takes the request, the answer is
+        what the requested one refused it with.
+        """
+        registry, caller, start, search = self._registry, self.caller, self.start, self._search
+        if self.decision.is_stopped:
+            return False
+        if search is None:
+            fallback = phase.route.fallback
+            if not (fallback and isinstance(error, CAUSES)):
+                return False
+            queue = registry.queue_of[phase.route.engine]
+            names = () if is_bound(start) else fallback
+            search = FallbackSearch(self.output.model, start.model, queue, names, error)
+            self._search = search
+        elif not isinstance(error, OF_ONE_MODEL):
+            return False
+        name = search.next_name(registry.router, caller, start)
+        is_requested = name in ("", search.requested)
+        start.requested_model = "" if is_requested else search.model
+        if not name:
+            start.model = search.model
+            self._refused(search.answer(error))
+            return True
+        if isinstance(phase, Asking):
+            phase.entry.leave()
+        registry.pace.charge(caller.payer, phase.work_s)
+        self.begin(name)
+        return True
 
     # Waiting.
 
@@ -598,7 +654,8 @@ class LiveRequest:
         if phase.is_over:
             return
         if not isinstance(phase, Held):
-            self._refused(error)
+            if not (isinstance(phase, Preparing) and self._tries_another(phase, error)):
+                self._refused(error)
             return
         if self.output.is_whole and not isinstance(error, Stopped):
             phase.admitted.processor.discard()
@@ -682,6 +739,8 @@ class LiveRequest:
                     end.detail if end else "",
                     processor.stops,
                 )
+                frame.finished.model = self.start.model
+                frame.finished.requested_model = self.start.requested_model
             else:
                 if isinstance(result, EngineFailed):  # logged where it is raised
                     broken = engine_lost(admitted.route.engine, settled)
@@ -746,6 +805,5 @@ class LiveRequest:
         if frame is not None:
             has_gaps = output.usage.generated_token_count > 1 and not start.beam_search
             gaps = output.gaps if has_gaps else None
-            registry.observer.ended(
-                Ending(caller, start, outcome, broken, timings, settled, gaps, migration_count)
-            )
+            facts = outcome, broken, timings, settled, gaps, migration_count
+            registry.observer.ended(Ending(caller, start, *facts, start.requested_model))

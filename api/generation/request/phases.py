@@ -9,8 +9,9 @@
 `Preparing` knows the route. From `Queued` to `Settling` the request is admitted: `admitted` holds
 permit and hold, the queue entry, and for a generate request all that its output needs. Only the
 phases with a `sequence` have one. A request that is refused goes from any of the first three to
-`Ended`. A generate request asks in `Asking`; the task of an embedding does so while `Preparing`,
-and it has nothing to flush. `NEXT` is the table; tests check every transition against it.
+`Ended`, or to `Preparing` for another model (`fallback.py`). A generate request asks in `Asking`;
+the task of an embedding does so while `Preparing`, and it has nothing to flush. `NEXT` is the
+table; tests check every transition against it.
 """
 
 from __future__ import annotations
@@ -178,8 +179,8 @@ class Ended(Phase, eq=False):
 WAITING = (Loading, Queued, Submitted)
 NEXT: Mapping[type[Phase], tuple[type[Phase], ...]] = {
     Received: (Preparing, Ended),
-    Preparing: (Asking, Queued, Ended),
-    Asking: (Queued, Ended),
+    Preparing: (Preparing, Asking, Queued, Ended),
+    Asking: (Preparing, Queued, Ended),
     Loading: (Queued, Encoding, Flushing, Settling),
     # Each part of an embedding queues again.
     Queued: (Loading, Queued, Submitted, Encoding, Flushing, Settling),

@@ -384,6 +384,7 @@ class StartFrame(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     MAX_REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     END_USER_FIELD_NUMBER: _builtins.int
+    NO_FALLBACK_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a model, as in `ListModels`. Unknown: NOT_FOUND."""
     text: _builtins.str
@@ -436,6 +437,12 @@ class StartFrame(_message.Message):
     on each. Any name that you choose, up to 512 bytes, without control characters, spaces around
     it, or a secret. Empty: none. FAILED_PRECONDITION with the reason END_USERS_EXHAUSTED if the
     organization has too many.
+    """
+    no_fallback: _builtins.bool
+    """Forbids that another model takes the request, where the operator has declared one for the case
+    that this one cannot. Default false: `model` of `admitted` and `finished` is the one that took
+    it, by whose prices it is billed. A request for one version, or with token ids in its prompt,
+    in `stop_token_ids` or in `logit_bias`, is never taken by another model.
     """
     @_builtins.property
     def conversation(self) -> Global___Conversation:
@@ -546,10 +553,11 @@ class StartFrame(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         max_reasoning_tokens: _builtins.int | None = ...,
         end_user: _builtins.str = ...,
+        no_fallback: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_max_reasoning_tokens", b"_max_reasoning_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens", "max_reasoning_tokens", b"max_reasoning_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_max_reasoning_tokens", b"_max_reasoning_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "end_user", b"end_user", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "labels", b"labels", "max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens", "max_reasoning_tokens", b"max_reasoning_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "region", b"region", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "tier", b"tier", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_max_reasoning_tokens", b"_max_reasoning_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "end_user", b"end_user", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "labels", b"labels", "max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens", "max_reasoning_tokens", b"max_reasoning_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "no_fallback", b"no_fallback", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "region", b"region", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "tier", b"tier", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__choice_count: _TypeAlias = _typing.Literal["choice_count"]  # noqa: Y015
     _WhichOneofArgType__choice_count: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count"]  # noqa: Y015
@@ -1368,6 +1376,8 @@ class AdmittedFrame(_message.Message):
     PRICE_VERSION_FIELD_NUMBER: _builtins.int
     MAX_OUTPUT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     LIMITED_BY_KEY_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUESTED_MODEL_FIELD_NUMBER: _builtins.int
     input_token_count: _builtins.int
     """Tokens of the rendered prompt, or of all texts to embed."""
     predicted_cached_token_count: _builtins.int
@@ -1382,6 +1392,10 @@ class AdmittedFrame(_message.Message):
     """True if the request has no limit of its own and `max_output_token_count` is the key's limit per
     request.
     """
+    model: _builtins.str
+    """Canonical name of the model that has taken the request."""
+    requested_model: _builtins.str
+    """Canonical name of the requested model, if `model` is its fallback; else empty."""
     @_builtins.property
     def quotas(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.QuotaStatus]:
         """Every quota that applies, including this request's hold."""
@@ -1395,10 +1409,12 @@ class AdmittedFrame(_message.Message):
         price_version: _builtins.int = ...,
         max_output_token_count: _builtins.int = ...,
         limited_by_key: _builtins.bool = ...,
+        model: _builtins.str = ...,
+        requested_model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["input_token_count", b"input_token_count", "limited_by_key", b"limited_by_key", "max_output_token_count", b"max_output_token_count", "predicted_cached_token_count", b"predicted_cached_token_count", "price_version", b"price_version", "quotas", b"quotas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input_token_count", b"input_token_count", "limited_by_key", b"limited_by_key", "max_output_token_count", b"max_output_token_count", "model", b"model", "predicted_cached_token_count", b"predicted_cached_token_count", "price_version", b"price_version", "quotas", b"quotas", "requested_model", b"requested_model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1663,6 +1679,8 @@ class FinishedFrame(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     STOP_SEQUENCE_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUESTED_MODEL_FIELD_NUMBER: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
     """Reason of the end."""
     migration_count: _builtins.int
@@ -1677,6 +1695,10 @@ class FinishedFrame(_message.Message):
     """
     stop_token_id: _builtins.int
     """The token of `StartFrame.stop_token_ids`."""
+    model: _builtins.str
+    """As in `admitted`."""
+    requested_model: _builtins.str
+    """As in `admitted`."""
     @_builtins.property
     def usage(self) -> _types_pb2.Usage:
         """Final counts, equal to the billed usage event."""
@@ -1717,10 +1739,12 @@ class FinishedFrame(_message.Message):
         detail: _builtins.str = ...,
         stop_sequence: _builtins.str = ...,
         stop_token_id: _builtins.int = ...,
+        model: _builtins.str = ...,
+        requested_model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "stop_sequence", b"stop_sequence", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "cost", b"cost", "detail", b"detail", "exhausted_quotas", b"exhausted_quotas", "migration_count", b"migration_count", "reason", b"reason", "receipts", b"receipts", "stop_sequence", b"stop_sequence", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "cost", b"cost", "detail", b"detail", "exhausted_quotas", b"exhausted_quotas", "migration_count", b"migration_count", "model", b"model", "reason", b"reason", "receipts", b"receipts", "requested_model", b"requested_model", "stop_sequence", b"stop_sequence", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stopped_by: _TypeAlias = _typing.Literal["stop_sequence", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stopped_by: _TypeAlias = _typing.Literal["stopped_by", b"stopped_by"]  # noqa: Y015

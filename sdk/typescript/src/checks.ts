@@ -125,6 +125,7 @@ export const GENERATE: Readonly<Record<keyof GenerateOptions, Check>> = {
   topLogprobs: WHOLE,
   usageIntervalTokens: WHOLE,
   region: TEXT,
+  noFallback: BOOLEAN,
   traceparent: TEXT,
   tracestate: TEXT,
   startTimeoutMs: [

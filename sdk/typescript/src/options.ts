@@ -133,6 +133,11 @@ export interface GenerateOptions {
    * server's.
    */
   readonly region?: string;
+  /**
+   * Forbids that the operator's fallback answers if the model cannot. `Result.model` is the one
+   * that answered. Default: false.
+   */
+  readonly noFallback?: boolean;
   /** Trace context of the request, as in W3C's header; servers with tracing continue it. */
   readonly traceparent?: string;
   /** Vendor-specific trace data, as in W3C's header. */

@@ -99,7 +99,8 @@ export class Received {
   /** Returns the output and usage received so far. */
   partial(): Partial {
     const { text, reasoning, tokenIds } = this.outputs.of(0).choice(0, "UNSPECIFIED");
-    const { requestId, model, usage, cost, timings, admitted } = this;
+    const { requestId, usage, cost, timings, admitted } = this;
+    const model = admitted?.requestedModel ? admitted.model : this.model;
     return { requestId, model, text, reasoning, tokenIds, usage, cost, timings, admitted };
   }
 
@@ -117,7 +118,7 @@ export class Received {
     const first = choices[0]!;
     return {
       requestId: this.requestId,
-      model: this.model,
+      model: frame.requestedModel ? frame.model : this.model,
       finishReason: wire.finishReason(reason),
       stoppedBy: first.stoppedBy,
       text: first.text,
@@ -133,6 +134,7 @@ export class Received {
       exhaustedQuotas: frame.exhaustedQuotas.map(wire.quotaStatus),
       receiptCount: frame.receipts.length,
       migrationCount: frame.migrationCount,
+      requestedModel: frame.requestedModel,
     };
   }
 }

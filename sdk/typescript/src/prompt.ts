@@ -102,6 +102,7 @@ function startInit(
     endUser: options.endUser ?? "",
     tier: options.tier === "batch" ? ServiceTier.BATCH : ServiceTier.INTERACTIVE,
     region: options.region ?? "",
+    noFallback: options.noFallback ?? false,
     tools: toolsInit(options.tools),
     ...dropUndefined({
       toolChoice: toolChoice(options),

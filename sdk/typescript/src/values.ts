@@ -26,6 +26,10 @@ export interface Admitted {
   readonly maxOutputTokenCount: number;
   /** Limited by the key, as the request gives no limit. */
   readonly limitedByKey: boolean;
+  /** The model that has taken the request; empty from older servers. */
+  readonly model: string;
+  /** The model that was asked for, if `model` is its fallback; else empty. */
+  readonly requestedModel: string;
 }
 
 /** The request is waiting, or RUNNING without output for some seconds. */
@@ -160,6 +164,8 @@ export interface Result {
   readonly receiptCount: number;
   /** Number of moves to another engine after the loss of one. */
   readonly migrationCount: number;
+  /** The model that was asked for, if its fallback `model` answered; else empty. */
+  readonly requestedModel: string;
 }
 
 /** Received part of a request without a final frame. Text and tokens are the first choice's. */

@@ -45,6 +45,8 @@ export function admitted(frame: AdmittedFrame): Admitted {
     priceVersion: count(frame.priceVersion),
     maxOutputTokenCount: count(frame.maxOutputTokenCount),
     limitedByKey: frame.limitedByKey,
+    model: frame.model,
+    requestedModel: frame.requestedModel,
   };
 }
 

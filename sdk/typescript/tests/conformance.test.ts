@@ -1038,6 +1038,7 @@ promise("offers-every-field", async () => {
     tier: "batch",
     startTimeoutMs: 5000,
     region: "here",
+    noFallback: true,
     traceparent: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     tracestate: "a=b",
     keepOnDisconnectMs: 5000,

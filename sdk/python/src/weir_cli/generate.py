@@ -182,6 +182,9 @@ GENERATION = {
         float, "Wait in the queue for at most this many seconds, or be refused at once."
     ),
     "region": option(str, "Region to run in. Default: that of the server."),
+    "no_fallback": option(
+        bool, "Let no other model answer if this one cannot.", "--no-fallback", default=False
+    ),
     "end_user": option(str, "Your own user for whom you ask: its usage and limits count."),
     "labels": option(
         list[str],
@@ -498,6 +501,8 @@ def generate(
     else:
         if several:
             write_choices(result)
+        if result.requested_model:
+            note(f"{result.requested_model} could not answer now; {result.model} did.")
         note(result_line(result))
     if interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)

@@ -289,7 +289,7 @@ class Attempt:
                 self._receive_delta(frame.delta)
             case "admitted":
                 is_news = self.admitted is None
-                self._received.admitted = admitted = wire.read(Admitted, frame.admitted)
+                admitted = self._received.admit(frame.admitted)
                 if is_news:  # each stream repeats it
                     self._push(admitted)
             case "progress":

@@ -95,6 +95,7 @@ class GenerateOptions(TypedDict, total=False):
     tier: Literal["interactive", "batch"] | None
     start_timeout: float | None
     region: str | None
+    no_fallback: bool
     max_retries: int | None
     keep_on_disconnect: float | None
     traceparent: str | None

@@ -75,7 +75,7 @@ class Received:
 
     def __init__(self, request_id: str, model: str, after_seq: int) -> None:
         self.seq = after_seq
-        self.admitted: Admitted | None = None
+        self._admitted: Admitted | None = None
         self.usage: Usage | None = None
         self.cost: Money | None = None
         self._request_id = request_id
@@ -83,6 +83,18 @@ class Received:
         self._outputs = Outputs()
         self._timings: Timings | None = None
         self._receipts: tuple[Receipt, ...] = ()
+
+    @property
+    def admitted(self) -> Admitted | None:
+        """Facts of the admission, once the request is admitted."""
+        return self._admitted
+
+    def admit(self, frame: pb.AdmittedFrame) -> Admitted:
+        """Record the admission, which may be to a fallback of the requested model."""
+        self._admitted = admitted = wire.read(Admitted, frame)
+        if admitted.requested_model:
+            self._model = admitted.model
+        return admitted
 
     def add(self, frame: pb.DeltaFrame) -> Delta:
         """Record a frame of output and convert it to a delta."""
@@ -148,7 +160,7 @@ class Received:
         )
         return Result(
             request_id=self._request_id,
-            model=self._model,
+            model=frame.model if frame.requested_model else self._model,
             finish_reason=reason,
             text=choices[0].text,
             token_ids=choices[0].token_ids,
@@ -164,4 +176,5 @@ class Received:
             tool_calls=choices[0].tool_calls,
             reasoning=choices[0].reasoning,
             stopped_by=choices[0].stopped_by,
+            requested_model=frame.requested_model,
         )

@@ -123,6 +123,7 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
         "tier": service_tier(options.get("tier")),
         "start_timeout": _start_timeout(options),
         "region": options.get("region") or "",
+        "no_fallback": options.get("no_fallback", False),
         "initial_credit_tokens": checked_prefetch(options.get("prefetch_tokens")),
         "tools": tools_shown(options.get("tools")),
         "tool_choice": _tool_choice(options),

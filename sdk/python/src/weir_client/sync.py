@@ -309,6 +309,8 @@ class Client(BlockingClient[AsyncClient]):
             start_timeout: Longest wait in the queue, in seconds; default `timeout`.
             tier: "interactive" (default), or "batch", which runs when no interactive request waits.
             region: Region of the deployment to run in. Default: the server's.
+            no_fallback: Forbids that the operator's fallback answers if the model cannot.
+                `Result.model` is the one that answered.
             keep_on_disconnect: Seconds that the request goes on without a connection, and the
                 client tries to resume it; default 30, or `timeout` if that is less. That output is
                 billed even if no client resumes. None or 0: the request ends with its connection.
@@ -403,6 +405,8 @@ class Client(BlockingClient[AsyncClient]):
             start_timeout: Longest wait in the queue, in seconds; default `timeout`.
             tier: "interactive" (default), or "batch", which runs when no interactive request waits.
             region: Region of the deployment to run in. Default: the server's.
+            no_fallback: Forbids that the operator's fallback answers if the model cannot.
+                `Result.model` is the one that answered.
             keep_on_disconnect: Seconds that the request goes on without a connection, and the
                 client tries to resume it; default 30, or `timeout` if that is less. That output is
                 billed even if no client resumes. None or 0: the request ends with its connection.

@@ -35,6 +35,8 @@ class Admitted(Value):
     price_version: int
     max_output_token_count: int = 0  # of all choices; 0 from older servers
     limited_by_key: bool = False  # limited by the key, as the request gives no limit
+    model: str = ""  # the model that has taken the request; empty from older servers
+    requested_model: str = ""  # the model that was asked for, if `model` is its fallback
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,7 @@ class Result(Value):
     tool_calls: tuple[ToolCall, ...] = ()  # the model's calls, if `tools` was given
     reasoning: str = ""  # the model's thinking, apart from the text
     stopped_by: str | int | None = None  # the stop sequence or stop token of yours that ended it
+    requested_model: str = ""  # the model that was asked for, if its fallback `model` answered
 
 
 @dataclass(frozen=True, slots=True)
