@@ -109,7 +109,7 @@ async def test_a_client_that_hangs_up_pays_what_was_sent(service: Service, k: in
 async def test_hanging_up_early_costs_no_output(inside: Inside, service: Service) -> None:
     tenant = await service.tenant()
     body = json.dumps(
-        {"model": MODEL, "messages": user_message("Go"), "max_tokens": 3000} | TO_THE_END
+        {"model": MODEL, "messages": user_message("Go"), "max_tokens": 3000, "n": 4} | TO_THE_END
     ).encode()
 
     line = await dial(service)

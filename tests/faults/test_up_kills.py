@@ -22,7 +22,7 @@ import httpx2
 import pytest
 
 from api.core.endpoint import read_endpoint
-from common.processes import alive, children_of, command_line, descendants, parents, started_with
+from common.processes import alive, command_line, descendants, parents, started_with
 from metering.store import embedded_postgres
 from tests.conftest import ask, new_home, remove_home
 from tests.metering.invariants import check_invariants
@@ -92,9 +92,15 @@ class Up:
     @property
     def engine(self) -> int | None:
         """The engine worker."""
-        api = self.api
-        workers = [] if api is None else children_of(api)
-        return next((pid for pid in workers if "torch_worker" in command_line(pid)), None)
+        return next(iter(self._engines()), None)
+
+    def _engines(self) -> list[int]:
+        """Return the engine workers, which outlive the api process that has started them."""
+        found = []
+        for path in (self.home / "engines").glob("*.lock"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                found.append(json.loads(path.read_text())["pid"])
+        return [pid for pid in found if "torch_worker" in command_line(pid)]
 
     @property
     def postmaster(self) -> int | None:
@@ -107,7 +113,7 @@ class Up:
 
     def tree(self) -> list[int]:
         """Return all its processes, whatever their parents are now, from the first one on."""
-        own = started_with("WEIR_HOME", str(self.home))
+        own = [*started_with("WEIR_HOME", str(self.home)), *self._engines()]
         tops = [*own, *([] if self.postmaster is None else [self.postmaster])]
         each = dict.fromkeys([*tops, *(pid for top in tops for pid in descendants(top))])
         return list(filter(alive, each))
