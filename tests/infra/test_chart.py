@@ -226,7 +226,7 @@ def test_impossible_values_are_refused(values: dict[str, Any], words: str) -> No
     assert words in answer["error"]
 
 
-def test_the_scaler_is_asked_where_it_listens(examples: dict[str, list[Manifest]]) -> None:
+def test_keda_calls_the_scaler_where_it_listens(examples: dict[str, list[Manifest]]) -> None:
     manifests = examples["dynamo"]
     [container] = pods(manifests)["weir-api"]["containers"]
     listen = {each["name"]: each.get("value", "") for each in container["env"]}["WEIR_KEDA_LISTEN"]
