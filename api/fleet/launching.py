@@ -98,7 +98,7 @@ class Launching:
         self._database_url = database_url
         self._process_id = process_id
         self._versions: dict[str, LaunchedVersion] = {}
-        # Of versions of the last fleet: what follows when their servers have ended; None for none
+        # Successors of versions of the last fleet, for when their servers have ended; None: no other
         self._successors: dict[str, LaunchedVersion | None] = {}
         self._pools: Mapping[str, Pool] = {}
         self._clock = clock
