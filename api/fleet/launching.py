@@ -98,7 +98,7 @@ class Launching:
         self._database_url = database_url
         self._process_id = process_id
         self._versions: dict[str, LaunchedVersion] = {}
-        # Successors of versions of the last fleet, for when their servers have ended; None: no other
+        # Successors of versions of the last fleet, for when their servers have ended; None: none
         self._successors: dict[str, LaunchedVersion | None] = {}
         self._pools: Mapping[str, Pool] = {}
         self._clock = clock
