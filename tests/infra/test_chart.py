@@ -282,10 +282,10 @@ class Cluster:
         environment = {each["name"]: self._value(each) for each in container["env"]}
         command = [*container["command"], *(arguments or container["args"])]
         assert command[0] == "weir"
-        command[0] = str(Path(sys.executable).with_name("weir"))
+        program = str(Path(sys.executable).with_name("weir"))
         with (self._directory / "log").open("a") as log:
             return subprocess.Popen(
-                [self._here(each) for each in command],
+                [program, *map(self._here, command[1:])],
                 env={"PATH": os.environ["PATH"], **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
