@@ -146,6 +146,7 @@ PREPARED = {
                 f"sed -i 's|^models:|&\\n  large: {{directory: {WEIGHTS}}}|' fleet.yaml;"
                 " weir fleet diff"
             ),
+            '"a larger model"': '"a larger model"; weir fleet rollback 1',  # for other pages
         },
         OWN_PROCESS,
     ),

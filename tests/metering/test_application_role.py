@@ -42,7 +42,7 @@ GUARDED: list[LiteralString] = [
     "UPDATE invoices SET total_picos = 0",
     "UPDATE audit_log SET actor = 'nobody'",
     "UPDATE audit_log SET subject_id = ''",
-    "UPDATE organizations SET name = 'other'",
+    "UPDATE organizations SET currency_code = 'EUR'",
     "INSERT INTO usage_events_default DEFAULT VALUES",
     "UPDATE usage_events_default SET cost_picos = 0",
     "UPDATE alembic_version SET version_num = '0001'",
