@@ -299,7 +299,10 @@ def claim_cores() -> tuple[int, int]:
 
 def on_core(core: int, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start a process pinned to this core."""
-    return subprocess.Popen(command, preexec_fn=lambda: os.sched_setaffinity(0, {core}), **options)
+    # Not by `preexec_fn`: Python code between fork and exec can crash beside gRPC's threads.
+    process = subprocess.Popen(command, **options)
+    os.sched_setaffinity(process.pid, {core})
+    return process
 
 
 def pin(pids: Sequence[int], core: int) -> None:
