@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Select, case, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, case, delete, func, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -26,6 +26,7 @@ from metering.core.errors import InvalidValue, KeyRevoked, NotFound
 from metering.core.models import (
     QUOTA_TARGET,
     ApiKey,
+    ApiKeyOwner,
     ApiKeyUse,
     Organization,
     Project,
@@ -45,18 +46,38 @@ from metering.tenants.authentication import (
 )
 from metering.tenants.key_groups import align_group_limits, lock_groups
 from metering.tenants.key_terms import DEFAULT_TERMS, KeyTerms, checked_terms
-from metering.tenants.tenants import as_uuid, find_organization, find_project, record_creation
+from metering.tenants.tenants import as_uuid, find_organization, find_project
 
 KEY_NAME_MAX_CHARS = 100
 LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum within the range of a timestamp
 OVERLAP = timedelta(hours=24)  # a working day to deploy the new secret
 OVERLAP_MAX = timedelta(days=30)  # a longer overlap would leave a leaked secret in use
+OF_MEMBERSHIP = "{} acts for a member; change or remove the member instead"
 EXPIRY_MIN, EXPIRY_MAX = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyOwner:
+    """Owner of a key, a person or a service account, by the columns of `ApiKeyOwner`.
+
+    Without either, the key belongs to its project alone. `creator_id` is the person who created it.
+    """
+
+    person_id: uuid.UUID | None = None
+    service_account_id: uuid.UUID | None = None
+    creator_id: uuid.UUID | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return self.person_id is not None or self.service_account_id is not None
+
+
+NO_OWNER = KeyOwner()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRecord(KeyTerms):
-    """An API key with its terms, without its secret.
+    """An API key with its terms, without its secret. One that `is_bound` has none.
 
     A replaced secret is valid until `overlap_ends_at`. `last_used_at` is None if the key was not
     used since `uses_tracked_since`.
@@ -73,6 +94,8 @@ class KeyRecord(KeyTerms):
     expires_at: datetime | None
     revoked_at: datetime | None
     uses_tracked_since: datetime
+    is_bound: bool = False
+    owner: KeyOwner = NO_OWNER
     overlap_ends_at: datetime | None = None
     last_used_at: datetime | None = None
 
@@ -103,25 +126,31 @@ async def create_api_key(
     name: str,
     terms: KeyTerms = DEFAULT_TERMS,
     lifetime: timedelta | None = None,
+    is_bound: bool = False,
+    owner: KeyOwner = NO_OWNER,
     actor: str,
 ) -> tuple[KeyRecord, str]:
     """Create a key. Returns it with its secret, which cannot be read again.
 
-    It gets the limits that its project and organization define for new keys, and those of its
-    group. Raises: NotFound, InvalidValue.
+    With `is_bound`, it has no secret and the one returned is empty. It gets the limits that its
+    project and organization define for new keys, and those of its group. Raises: NotFound,
+    InvalidValue.
     """
-    owner = await find_project(session, project, organization=organization)
+    within = await find_project(session, project, organization=organization)
     if terms.group:
-        await lock_groups(session, owner.organization_id)
+        await lock_groups(session, within.organization_id)
     expires_at = None if lifetime is None else func.now() + checked_lifetime(lifetime)
     values = checked_terms(terms) | {
-        "project_id": owner.id,
+        "project_id": within.id,
         "name": checked_key_name(name),
         "expires_at": expires_at,
     }
     while True:  # until the prefix is unused, which is nearly always the first
         secret = new_secret()
-        values |= {"prefix": prefix_of(secret), "secret_hash": hash_of(secret)}
+        values |= {
+            "prefix": prefix_of(secret),
+            "secret_hash": None if is_bound else hash_of(secret),
+        }
         statement = (
             insert(ApiKey)
             .values(values)
@@ -130,17 +159,41 @@ async def create_api_key(
         )
         if (key := await session.scalar(statement)) is not None:
             break
-    await record_creation(session, actor, "api_key.create", key)
+    if owner != NO_OWNER:
+        await session.execute(
+            insert(ApiKeyOwner).values(values_of(KeyOwner, owner) | {"api_key_id": key.id})
+        )
+    owned = {name: str(value) for name, value in values_of(KeyOwner, owner).items() if value}
+    await record_change(
+        session,
+        actor=actor,
+        action="api_key.create",
+        subject_id=str(key.id),
+        before=None,
+        after=snapshot(key) | owned,
+    )
     await limit_new_key(
         session,
         api_key_id=key.id,
-        project_id=owner.id,
-        organization_id=owner.organization_id,
+        project_id=within.id,
+        organization_id=within.organization_id,
         actor=actor,
     )
     if terms.group:  # the new limits have no usage to count
-        await align_group_limits(session, owner.organization_id, actor)
-    return await find_api_key(session, str(key.id)), secret
+        await align_group_limits(session, within.organization_id, actor)
+    return await find_api_key(session, str(key.id)), "" if is_bound else secret
+
+
+def is_unowned() -> ColumnElement[bool]:
+    """Return the condition that a key has a secret, and neither a person nor a service account.
+
+    Only these keys are found by name and are part of configurations.
+    """
+    owned = select(ApiKeyOwner.api_key_id).where(
+        ApiKeyOwner.api_key_id == ApiKey.id,
+        func.num_nonnulls(ApiKeyOwner.person_id, ApiKeyOwner.service_account_id) > 0,
+    )
+    return and_(ApiKey.secret_hash.is_not(None), ~owned.exists())
 
 
 async def limit_new_key(
@@ -205,12 +258,23 @@ async def update_api_key(
     if terms is not None:
         await lock_groups(session, record.organization_id)
     key = await _changeable(session, record)
+    if is_membership(record) and (expires_at is not None or never_expires):
+        raise InvalidValue("expire_time", f"cannot be set: {OF_MEMBERSHIP.format(key.prefix)}")
     requested: dict[str, object] = {
         "name": key.name if name is None else checked_key_name(name),
         "expires_at": None if never_expires else (expires_at or key.expires_at),
     }
     if terms is not None:
         requested |= checked_terms(terms(record_of(KeyTerms, key)))
+        if record.owner.is_known and (list(key.scopes), key.role) != (
+            requested["scopes"],
+            requested["role"],
+        ):
+            raise InvalidValue(
+                "role",
+                f"{key.prefix} has the role of its owner: change that of the member or service"
+                " account, or create a key without an owner",
+            )
     values = {column: value for column, value in requested.items() if getattr(key, column) != value}
     if not values:
         return record
@@ -238,6 +302,8 @@ async def rotate_api_key(
         raise InvalidValue("overlap", f"must be zero to {OVERLAP_MAX.days} days")
     record = await find_api_key(session, api_key)
     key = await _changeable(session, record)
+    if key.secret_hash is None:
+        raise InvalidValue("api_key", f"{key.prefix} has no secret to replace: it is bound")
     secret = new_secret(prefix=key.prefix)
     await session.execute(
         delete(SupersededSecret).where(
@@ -287,12 +353,26 @@ async def revoke_api_key(session: AsyncSession, *, api_key: str, actor: str) -> 
     Raises: NotFound.
     """
     found = await find_api_key(session, api_key)
-    key = await locked_key(session, found.id)
+    if is_membership(found):
+        raise InvalidValue(
+            "api_key", f"cannot be revoked alone: {OF_MEMBERSHIP.format(found.prefix)}"
+        )
+    return replace(found, revoked_at=(await end_key(session, found.id, actor)).revoked_at)
+
+
+async def end_key(session: AsyncSession, key_id: uuid.UUID, actor: str) -> ApiKey:
+    """Revoke a key of any kind, and cancel its requests. Idempotent."""
+    key = await locked_key(session, key_id)
     if key.revoked_at is not None:
-        return replace(found, revoked_at=key.revoked_at)
+        return key
     changed = await change_key(session, key, actor, "api_key.revoke", revoked_at=func.now())
     await cancel_requests_of_key(session, key.id)
-    return replace(found, revoked_at=changed.revoked_at)
+    return changed
+
+
+def is_membership(key: KeyRecord) -> bool:
+    """Return whether a key acts for a member who has signed in."""
+    return key.is_bound and key.owner.person_id is not None
 
 
 async def _changeable(session: AsyncSession, record: KeyRecord) -> ApiKey:
@@ -365,17 +445,18 @@ async def list_api_keys(
     return [_key_record(*row) for row in await session.execute(query)]
 
 
-def _select_keys() -> Select[ApiKey, Project, str, datetime, datetime]:
+def _select_keys() -> Select[ApiKey, Project, str, datetime, datetime, ApiKeyOwner]:
     overlap = (
         select(func.max(SupersededSecret.expires_at))
         .where(SupersededSecret.api_key_id == ApiKey.id, SupersededSecret.expires_at > func.now())
         .scalar_subquery()
     )
     return (
-        select(ApiKey, Project, Organization.name, overlap, ApiKeyUse.last_used_at)
+        select(ApiKey, Project, Organization.name, overlap, ApiKeyUse.last_used_at, ApiKeyOwner)
         .join(Project, Project.id == ApiKey.project_id)
         .join(Organization, Organization.id == Project.organization_id)
         .outerjoin(ApiKeyUse, ApiKeyUse.api_key_id == ApiKey.id)
+        .outerjoin(ApiKeyOwner, ApiKeyOwner.api_key_id == ApiKey.id)
     )
 
 
@@ -385,10 +466,13 @@ def _key_record(
     organization_name: str,
     overlap_ends_at: datetime | None,
     last_used_at: datetime | None,
+    owner: ApiKeyOwner | None,
 ) -> KeyRecord:
     return record_of(
         KeyRecord,
         key,
+        is_bound=key.secret_hash is None,
+        owner=NO_OWNER if owner is None else record_of(KeyOwner, owner),
         organization_id=project.organization_id,
         organization_name=organization_name,
         project_name=project.name,
