@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import os
 import random
 import socket
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -50,6 +51,9 @@ from metering.store.refusals import refusal_of
 BACKOFF_MIN_S = 0.05  # maximum delay in noticing that a restarted database is back
 BACKOFF_MAX_S = 2.0  # maximum pause, before jitter of up to half as much again
 CONNECT_TIMEOUT_S = 5  # a local network answers within milliseconds
+# A host that is silent for longer gets its full time, but the next one is asked meanwhile.
+HOST_PATIENCE_S = 0.5
+PER_HOST = ("host", "hostaddr", "port")  # libpq's parameters with one value for each host
 
 # Above the server's statement timeout, which applies first if the server works.
 ANSWER_TIMEOUT_S = 12.0
@@ -195,10 +199,56 @@ class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
     """
 
     @classmethod
-    async def connect(cls, *args: Any, **parameters: Any) -> Self:
-        """Open a connection that commits durably. Raises: psycopg.OperationalError."""
+    async def connect(cls, conninfo: str = "", **parameters: Any) -> Self:
+        """Open a connection that commits durably, to the first host that accepts it.
+
+        A lost machine does not refuse connections: it is silent. So a host that has not answered
+        within `HOST_PATIENCE_S` does not delay the others. While it is silent, those that refused
+        are asked again, since one of them may be promoted. Raises: psycopg.OperationalError.
+        """
+        hosts = single_hosts(conninfo, parameters)
+        if len(hosts) == 1:
+            return await cls._connect_to(conninfo, **parameters)
+        connected: list[Self] = []
+        asked: dict[int, asyncio.Task[None]] = {}
+        failures: dict[int, str] = {}
+        ended = asyncio.Event()
+
+        async def ask(index: int) -> None:
+            try:
+                connected.append(await cls._connect_to(conninfo, **parameters | hosts[index]))
+            except (psycopg.Error, OSError) as error:
+                failures[index] = str(error).strip()
+            del asked[index]
+            ended.set()
+
         try:
-            connection = await super().connect(*args, **parameters)
+            async with asyncio.TaskGroup() as tasks:
+                for index in itertools.cycle(range(len(hosts))):
+                    ended.clear()
+                    if index not in asked:
+                        asked[index] = tasks.create_task(ask(index), name="database host")
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(HOST_PATIENCE_S):
+                            await ended.wait()
+                    if connected or (not asked and len(failures) == len(hosts)):
+                        break
+                for task in asked.values():
+                    task.cancel()
+        except BaseException:
+            for connection in connected:
+                await connection.close()
+            raise
+        for connection in connected[1:]:
+            await connection.close()
+        if not connected:
+            raise psycopg.OperationalError(f"no host takes writes: {'; '.join(failures.values())}")
+        return connected[0]
+
+    @classmethod
+    async def _connect_to(cls, conninfo: str, **parameters: Any) -> Self:
+        try:
+            connection = await super().connect(conninfo, **parameters)
         except BaseException as error:
             # The error's frames hold the socket of a cancelled attempt, which would stay open until
             # a garbage collection.
@@ -227,6 +277,18 @@ class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
             socket.socket(fileno=os.dup(self.fileno())) as twin,
         ):
             twin.shutdown(socket.SHUT_RDWR)
+
+
+def single_hosts(conninfo: str, parameters: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Split the hosts of a connection into parameters for each of them, in order."""
+    own = {name: parameters[name] for name in PER_HOST if name in parameters}
+    named = conninfo_to_dict(conninfo, **own)
+    lists = {name: str(named[name]).split(",") for name in PER_HOST if named.get(name)}
+    count = max(map(len, lists.values()), default=1)
+    return [
+        {name: values[index % len(values)] for name, values in lists.items()}
+        for index in range(count)
+    ]
 
 
 Sessions = async_sessionmaker[AsyncSession]
