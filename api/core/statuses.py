@@ -54,6 +54,8 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
         errors.Unauthenticated,
         errors.KeyRevokedMidway,
         metering_errors.KeyInvalid,
+        metering_errors.OrganizationClosed,
+        metering_errors.ProjectClosed,
     ),
     code_pb2.PERMISSION_DENIED: (
         errors.AddressNotAllowed,

@@ -19,7 +19,7 @@ from sqlalchemy import Double, Select, bindparam, cast, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
-from metering.core.errors import KeyInvalid
+from metering.core.errors import KeyInvalid, OrganizationClosed, ProjectClosed
 from metering.core.models import (
     ApiKey,
     Organization,
@@ -145,7 +145,7 @@ def select_principal() -> Select[Any]:
             either.organization_id == Project.organization_id,
             or_(either.project_id.is_(None), either.project_id == Project.id),
         )
-        .order_by(either.project_id.is_(None).desc())
+        .order_by(either.closed_at.is_(None), either.project_id.is_(None).desc())
         .limit(1)
         .correlate(Project)
     )
@@ -162,6 +162,7 @@ def select_principal() -> Select[Any]:
             suspension.project_id.is_(None).label("of_organization"),
             suspension.reason.label("suspension_reason"),
             suspension.by_operator,
+            suspension.closed_at,
         )
         .join(Project, Project.id == ApiKey.project_id)
         .join(Organization, Organization.id == Project.organization_id)
@@ -172,7 +173,8 @@ def select_principal() -> Select[Any]:
                 ApiKey.secret_hash == bindparam("secret_hash"),
                 ApiKey.id == select(replaced.c.api_key_id).scalar_subquery(),
             ),
-            ApiKey.revoked_at.is_(None),
+            # A key that was revoked with its owner is refused with the reason of that.
+            or_(ApiKey.revoked_at.is_(None), suspension.closed_at.is_not(None)),
             or_(ends_at.is_(None), ends_at > func.now()),
         )
     )
@@ -183,10 +185,11 @@ PRINCIPAL_OF_SECRET = select_principal()
 
 
 async def authenticate(session: AsyncSession, secret: str) -> Principal:
-    """Return the principal of a secret that is valid by the database's clock. Raises: KeyInvalid.
+    """Return the principal of a secret that is valid by the database's clock.
 
     Unknown, revoked and expired secrets take equal time: one statement handles all, comparing
-    SHA-256 hashes by index.
+    SHA-256 hashes by index. Raises: KeyInvalid; OrganizationClosed and ProjectClosed, which are
+    kinds of it.
     """
     refusal = KeyInvalid()
     if SECRET_FORM.fullmatch(secret) is None:
@@ -194,6 +197,9 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
     result = await session.execute(PRINCIPAL_OF_SECRET, {"secret_hash": hash_of(secret)})
     if (row := result.one_or_none()) is None:
         raise refusal
+    if row.closed_at is not None:
+        closed = OrganizationClosed if row.of_organization else ProjectClosed
+        raise closed(row.suspension_reason)
     return record_of(
         Principal,
         row,
