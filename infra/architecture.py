@@ -77,7 +77,7 @@ CODE = re.compile(r"\.(py|ts|mjs|css|html|h|cpp|sql)$|(^|/)Dockerfile$|\.Dockerf
 LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 109_244),
     "fault injection": (("chaos/",), 1_059),
-    "command line": (("sdk/python/src/weir_cli/",), 8_837),
+    "command line": (("sdk/python/src/weir_cli/",), 8_976),
     "Python client": (("sdk/python/",), 7_503),
     "TypeScript client": (("sdk/typescript/",), 6_583),
     "benchmarks": (("bench/",), 11_392),

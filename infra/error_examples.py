@@ -145,6 +145,8 @@ def examples() -> tuple[Exception, ...]:
         ),
         errors.KeyRevokedMidway(KEY_REVOKED),
         metering_errors.KeyInvalid(),
+        metering_errors.OrganizationClosed("acme ended its contract"),
+        metering_errors.ProjectClosed("the search is replaced"),
         errors.AddressNotAllowed(parse_address("203.0.113.7")),
         errors.PermissionDenied(
             "Your API key wk_xxtklc5q has the scope inference, and this call needs the permission"

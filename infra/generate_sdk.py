@@ -38,6 +38,8 @@ NAMES = {
     "ApplyConfigurationResponse": "AppliedConfiguration",
     "ApplyFleetResponse": "AppliedFleet",
     "CloseMonthResponse": "ClosedMonth",
+    "CloseOrganizationResponse": "ClosedOrganization",
+    "CloseProjectResponse": "ClosedProject",
     "ConfigurationChange.Action": "ChangeAction",
     "CreateApiKeyResponse": "CreatedApiKey",
     "DrainReplicaResponse": "DrainedReplica",
@@ -88,7 +90,9 @@ OPTIONAL = frozenset({
     "KeyRestrictions.max_output_tokens", "KilledRequest.generation", "Model.price", "Month.total",
     "MonthReport.billing_profile", "MonthReport.carried_in", "MonthReport.carried_out",
     "MonthReport.prepaid_credit", "MonthReport.rounding", "MonthReportLine.rounded_amount",
-    "Organization.billing_profile", "Organization.suspension", "Project.suspension",
+    "ClosureEffects.remaining_credit", "ClosureEffects.unbilled",
+    "Organization.billing_profile", "Organization.closure", "Organization.suspension",
+    "Project.closure", "Project.suspension",
     "ResalePrice.cached_input_picos_per_token", "ResalePrice.embedding_picos_per_token",
     "ResalePrice.input_picos_per_token", "ResalePrice.output_picos_per_token",
     "ResalePrice.reasoning_picos_per_token", "UsageForecast.expected", "UsageForecast.high",
@@ -169,6 +173,7 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "UpdateOrganization": "organization name",
         "SuspendOrganization": "organization reason",
         "ResumeOrganization": "organization",
+        "CloseOrganization": "organization",
         "ListOrganizations": "",
         "SetBillingProfile": "organization billing_profile:profile",
         "SetQueueWeight": "organization queue_weight_milli",
@@ -176,6 +181,7 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "UpdateProject": "project name",
         "SuspendProject": "project reason",
         "ResumeProject": "project",
+        "CloseProject": "project",
         "ListProjects": "organization",
         "CreateApiKey": "organization project name",
         "RotateApiKey": "api_key",
@@ -959,7 +965,10 @@ def typescript_call(found: Contract, service: str, method: Any, comment: str, fo
         if not each.default:
             init = init.removeprefix("{} && ")  # it is always there
         init = init.replace("{}", access).replace("#", name)
-        inits.append(f"      {camel(each.field)}: {init},")
+        line = f"      {camel(each.field)}: {init},"
+        if len(line) > COLUMNS_MAX:
+            line = line.replace(": ", f":\n{' ' * 8}", 1).replace(" && ", f" &&\n{' ' * 8}", 1)
+        inits.append(line)
     kind, value, result = result_of(found, method)
     kind = re.sub(r"list\[(\w+)\]", r"\1[]", kind).replace("bool", "boolean")
     if kind == "int":

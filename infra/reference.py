@@ -106,6 +106,7 @@ TRANSACTIONS: Mapping[TransactionKind, str] = {
     TransactionKind.CREDIT_GRANTED: "Prepaid credit that was granted.",
     TransactionKind.CREDIT_APPLIED: "Prepaid credit that pays for a month.",
     TransactionKind.CREDIT_EXPIRED: "Prepaid credit that expired unused.",
+    TransactionKind.CREDIT_REFUNDED: "Prepaid credit of a closed organization, to be paid back.",
     TransactionKind.ADJUSTMENT: "An approved adjustment or credit note.",
     TransactionKind.ROUNDING: "Difference between the exact total and the invoice.",
 }

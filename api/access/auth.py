@@ -31,7 +31,12 @@ from api.core.errors import (
 )
 from api.core.interceptor import METHOD, Context
 from api.core.rate_limiter import CALL, RateLimiter
-from metering.core.errors import DatabaseUnavailable, KeyInvalid
+from metering.core.errors import (
+    DatabaseUnavailable,
+    KeyInvalid,
+    OrganizationClosed,
+    ProjectClosed,
+)
 from metering.holds.lease_clock import boot_time_s
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, patience
@@ -123,19 +128,25 @@ def suspension_error(found: Suspended) -> OrganizationSuspended | ProjectSuspend
 
 @dataclass(frozen=True, slots=True)
 class SuspensionChange:
-    """Suspension of an organization or project, or the end of one: `by_operator` is None."""
+    """Suspension of an organization or project, or the end of one: `by_operator` is None.
+
+    With `closes` it is closed for good.
+    """
 
     owner_id: uuid.UUID
     reason: str
     by_operator: bool | None
+    closes: bool = False
 
-    def refusal_of(self, payer: Payer) -> OrganizationSuspended | ProjectSuspended | None:
+    def refusal_of(self, payer: Payer) -> PermissionDenied | KeyInvalid | None:
         """Return the error for requests of this payer; None if it does not stop them."""
         is_of_organization = self.owner_id == payer.organization_id
         if self.by_operator is None or not (
             is_of_organization or self.owner_id == payer.project_id
         ):
             return None
+        if self.closes:
+            return (OrganizationClosed if is_of_organization else ProjectClosed)(self.reason)
         return suspension_error(Suspended(is_of_organization, self.reason, self.by_operator))
 
 

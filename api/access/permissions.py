@@ -39,11 +39,13 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
     "weir.v1.AdminService": (
         allowed("organizations.create", OPERATOR, "CreateOrganization"),
         allowed("organizations.suspend", OPERATOR, "SuspendOrganization", "ResumeOrganization"),
+        allowed("organizations.close", OPERATOR, "CloseOrganization"),
         allowed("organizations.rename", OWNERS, "UpdateOrganization"),
         allowed("organizations.read", MEMBERS, "ListOrganizations"),
         allowed("billing_profile.set", FINANCE, "SetBillingProfile"),
         allowed("projects.create", ADMINS, "CreateProject"),
         allowed("projects.change", ADMINS, *("UpdateProject", "SuspendProject", "ResumeProject")),
+        allowed("projects.close", OWNERS, "CloseProject"),
         allowed("projects.read", MEMBERS, "ListProjects"),
         allowed("keys.create", DEVELOPERS, "CreateApiKey"),
         allowed("keys.change", DEVELOPERS, "RotateApiKey", "UpdateApiKey", "RevokeApiKey"),

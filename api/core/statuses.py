@@ -55,6 +55,8 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
         errors.KeyRevokedMidway,
         metering_errors.KeyInvalid,
         metering_errors.InvitationInvalid,
+        metering_errors.OrganizationClosed,
+        metering_errors.ProjectClosed,
     ),
     code_pb2.PERMISSION_DENIED: (
         errors.AddressNotAllowed,

@@ -62,7 +62,7 @@ from metering.core.money import to_decimal
 from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Kind, window_end
 from metering.quotas.quotas import counted, noun_of, window_text
 from metering.store.db import Sessions, database_now, lock_holder, try_lock
-from metering.tenants.tenants import find_organization
+from metering.tenants.tenants import check_open, find_organization
 
 PRIVATE_ALLOWED = "WEIR_ALERT_WEBHOOKS_PRIVATE"
 URL_CHARS_MAX = 2000
@@ -240,6 +240,7 @@ async def set_webhook(
     """
     checked_url(url, private=private)
     owner = await find_organization(session, organization)
+    await check_open(session, owner)
     secret = SECRET_PREFIX + secrets.token_urlsafe(32)
     existing = await _locked(session, owner.id)
     before = None if existing is None else snapshot(existing)

@@ -20,6 +20,7 @@ OWNER_COLUMNS = (
     *("person_id", "service_account_id"),
 )
 UNLOGGED = frozenset({"secret_hash", "secret", "token_hash"})  # columns that must not be logged
+ENTRIES_PER_STATEMENT = 1000  # five parameters each; PostgreSQL's limit is 65,535
 
 Snapshot = dict[str, Any]
 
@@ -45,7 +46,14 @@ async def record_change(
 ) -> None:
     """Add an audit entry. `before` is None for a new object, `after` None for a deleted one."""
     entry = {"actor": actor, "action": action, "subject_id": subject_id}
-    await session.execute(insert(AuditEntry).values(entry | {"before": before, "after": after}))
+    await record_changes(session, [entry | {"before": before, "after": after}])
+
+
+async def record_changes(session: AsyncSession, entries: Sequence[dict[str, Any]]) -> None:
+    """Add audit entries, each with the arguments of `record_change` by name."""
+    for start in range(0, len(entries), ENTRIES_PER_STATEMENT):
+        of_one = entries[start : start + ENTRIES_PER_STATEMENT]
+        await session.execute(insert(AuditEntry).values(of_one))
 
 
 async def list_audit_entries(

@@ -145,6 +145,30 @@ class KeyInvalid(MeteringError):
         super().__init__(message)
 
 
+class OrganizationClosed(KeyInvalid):
+    """The organization is closed for good, and all of its keys are revoked."""
+
+    reason = "ORGANIZATION_CLOSED"
+
+    def __init__(self, closure: str) -> None:
+        super().__init__(
+            f"Your organization is closed for good: {closure}. Its keys are revoked, and nothing"
+            " opens it again: ask the operator for another organization."
+        )
+
+
+class ProjectClosed(KeyInvalid):
+    """The project is closed for good, and all of its keys are revoked."""
+
+    reason = "PROJECT_CLOSED"
+
+    def __init__(self, closure: str) -> None:
+        super().__init__(
+            f"Your project is closed for good: {closure}. Its keys are revoked: use a key of"
+            " another project, or ask an administrator of your organization for one."
+        )
+
+
 class KeyRevoked(MeteringError):
     """The key is revoked, which nothing can undo."""
 

@@ -142,7 +142,9 @@ class Project(Base):
 class Suspension(Base):
     """Suspension of an organization or of one project of it (`tenants/suspensions.py`).
 
-    `by_operator` is False if the organization suspended its own project.
+    `by_operator` is False if the organization suspended its own project. With `closed_at` the
+    owner is closed for good (`metering/closures.py`), and a trigger keeps the row as it is.
+    `remaining_credit` says what happens to credit that the final month of an organization leaves.
     """
 
     __tablename__ = "suspensions"
@@ -153,6 +155,8 @@ class Suspension(Base):
     reason: Mapped[str]
     by_operator: Mapped[bool]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    closed_at: Mapped[datetime | None]
+    remaining_credit: Mapped[str] = mapped_column(server_default="")
 
 
 class ApiKey(Base):

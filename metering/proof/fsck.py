@@ -21,11 +21,13 @@ from metering.proof.invoice_checks import INVOICE_CHECKS
 from metering.proof.ledger_checks import LEDGER_CHECKS
 from metering.proof.receipt_checks import RECEIPT_CHECKS
 from metering.proof.schema_checks import SCHEMA_CHECKS
+from metering.proof.tenant_checks import TENANT_CHECKS
 from metering.proof.usage_checks import USAGE_CHECKS
 from metering.store.db import CONNECT_TIMEOUT_S, SETTLE, connection_options, psycopg_conninfo
 
 CHECKS: tuple[Check, ...] = (
     *SCHEMA_CHECKS,
+    *TENANT_CHECKS,
     *HOLD_CHECKS,
     *COUNTER_CHECKS,
     *USAGE_CHECKS,

@@ -31,7 +31,7 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
-from metering.core.errors import KeyInvalid
+from metering.core.errors import KeyInvalid, OrganizationClosed, ProjectClosed
 from metering.core.models import (
     ApiKey,
     ApiKeyOwner,
@@ -176,7 +176,7 @@ def select_principal(*, is_bound: bool) -> Select[Any]:
             either.organization_id == Project.organization_id,
             or_(either.project_id.is_(None), either.project_id == Project.id),
         )
-        .order_by(either.project_id.is_(None).desc())
+        .order_by(either.closed_at.is_(None), either.project_id.is_(None).desc())
         .limit(1)
         .correlate(Project)
     )
@@ -194,6 +194,7 @@ def select_principal(*, is_bound: bool) -> Select[Any]:
             suspension.reason.label("suspension_reason"),
             suspension.by_operator,
             ApiKeyOwner.person_id,
+            suspension.closed_at,
         )
         .join(Project, Project.id == ApiKey.project_id)
         .join(Organization, Organization.id == Project.organization_id)
@@ -202,8 +203,9 @@ def select_principal(*, is_bound: bool) -> Select[Any]:
         .outerjoin(Person, Person.id == ApiKeyOwner.person_id)
         .where(
             identified,
-            ApiKey.revoked_at.is_(None),
             Person.deactivated_at.is_(None),
+            # A key that was revoked with its owner is refused with the reason of that.
+            or_(ApiKey.revoked_at.is_(None), suspension.closed_at.is_not(None)),
             or_(ends_at.is_(None), ends_at > func.now()),
         )
     )
@@ -216,10 +218,11 @@ PRINCIPAL_OF_BOUND_KEY = select_principal(is_bound=True)
 
 
 async def authenticate(session: AsyncSession, secret: str) -> Principal:
-    """Return the principal of a secret that is valid by the database's clock. Raises: KeyInvalid.
+    """Return the principal of a secret that is valid by the database's clock.
 
     Unknown, revoked and expired secrets take equal time: one statement handles all, comparing
-    SHA-256 hashes by index. Keys of deactivated persons are refused like them.
+    SHA-256 hashes by index. Keys of deactivated persons are refused like them. Raises: KeyInvalid;
+    OrganizationClosed and ProjectClosed, which are kinds of it.
     """
     if SECRET_FORM.fullmatch(secret) is None:
         raise KeyInvalid()
@@ -243,6 +246,9 @@ async def authenticate_bound(session: AsyncSession, api_key_id: uuid.UUID) -> Pr
 
 
 def _principal(row: Row[Any], secret_hash: bytes) -> Principal:
+    if row.closed_at is not None:
+        closed = OrganizationClosed if row.of_organization else ProjectClosed
+        raise closed(row.suspension_reason)
     return record_of(
         Principal,
         row,

@@ -43,7 +43,7 @@ CHANGING_MONEY = {
     *("CreateAdjustment", "ApproveAdjustment", "RejectAdjustment"),
 }
 RESALE = {"SetResalePrice", "RentReplicas", "EndReplicaRental"}
-OF_OWNERS = {"UpdateOrganization"}
+OF_OWNERS = {"UpdateOrganization", "CloseProject"}
 RENAMINGS = {"UpdateOrganization", "UpdateProject"}
 OF_KEYS = {"CreateApiKey", "RotateApiKey", "UpdateApiKey", "RevokeApiKey"}
 OF_ADMINS = {

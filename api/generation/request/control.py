@@ -35,7 +35,9 @@ def apply_command(
 ) -> None:
     """Stop the requests that a command names; settle their output and send the reason."""
     if command.owner_id is not None:
-        change = SuspensionChange(command.owner_id, command.reason, command.suspended_by_operator)
+        change = SuspensionChange(
+            command.owner_id, command.reason, command.suspended_by_operator, command.closes
+        )
         apply_suspension(registry, authenticator, change)
         return
     networks = networks_of(command.allowed_networks)
@@ -71,7 +73,7 @@ def apply_command(
 def apply_suspension(
     registry: RequestRegistry, authenticator: Authenticator, change: SuspensionChange
 ) -> None:
-    """Stop the requests of an organization or project if it was suspended."""
+    """Stop the requests of an organization or project if it was suspended or closed."""
     for request in registry.running():
         if (refusal := change.refusal_of(request.caller.payer)) is not None:
             request.stop(Outcome.CANCELLED, refusal)

@@ -68,6 +68,11 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationResponse.FromString,
                 _registered_method=True)
+        self.CloseOrganization = channel.unary_unary(
+                '/weir.v1.AdminService/CloseOrganization',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.CloseOrganizationRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.CloseOrganizationResponse.FromString,
+                _registered_method=True)
         self.ListOrganizations = channel.unary_unary(
                 '/weir.v1.AdminService/ListOrganizations',
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.ListOrganizationsRequest.SerializeToString,
@@ -102,6 +107,11 @@ class AdminServiceStub:
                 '/weir.v1.AdminService/ResumeProject',
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.ResumeProjectRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.ResumeProjectResponse.FromString,
+                _registered_method=True)
+        self.CloseProject = channel.unary_unary(
+                '/weir.v1.AdminService/CloseProject',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.CloseProjectRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.CloseProjectResponse.FromString,
                 _registered_method=True)
         self.ListProjects = channel.unary_unary(
                 '/weir.v1.AdminService/ListProjects',
@@ -341,6 +351,15 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CloseOrganization(self, request, context):
+        """Closes an organization for good: all of its keys are revoked, its running requests end in every
+        process as `failed` with the reason ORGANIZATION_CLOSED, its rentals end, and nothing opens it
+        again. Its months close as always, and all records stay. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListOrganizations(self, request, context):
         """Lists organizations by name.
         """
@@ -387,6 +406,14 @@ class AdminServiceServicer:
 
     def ResumeProject(self, request, context):
         """Ends the suspension of a project. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseProject(self, request, context):
+        """Closes a project for good, as CloseOrganization does; the reason is PROJECT_CLOSED. Its usage
+        stays in the months of its organization. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -702,6 +729,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationResponse.SerializeToString,
             ),
+            'CloseOrganization': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseOrganization,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.CloseOrganizationRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.CloseOrganizationResponse.SerializeToString,
+            ),
             'ListOrganizations': grpc.unary_unary_rpc_method_handler(
                     servicer.ListOrganizations,
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.ListOrganizationsRequest.FromString,
@@ -736,6 +768,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ResumeProject,
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.ResumeProjectRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.ResumeProjectResponse.SerializeToString,
+            ),
+            'CloseProject': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseProject,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.CloseProjectRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.CloseProjectResponse.SerializeToString,
             ),
             'ListProjects': grpc.unary_unary_rpc_method_handler(
                     servicer.ListProjects,
@@ -1059,6 +1096,33 @@ class AdminService:
             _registered_method=True)
 
     @staticmethod
+    def CloseOrganization(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/CloseOrganization',
+            weir_dot_v1_dot_admin__service__pb2.CloseOrganizationRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.CloseOrganizationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListOrganizations(request,
             target,
             options=(),
@@ -1237,6 +1301,33 @@ class AdminService:
             '/weir.v1.AdminService/ResumeProject',
             weir_dot_v1_dot_admin__service__pb2.ResumeProjectRequest.SerializeToString,
             weir_dot_v1_dot_admin__service__pb2.ResumeProjectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseProject(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/CloseProject',
+            weir_dot_v1_dot_admin__service__pb2.CloseProjectRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.CloseProjectResponse.FromString,
             options,
             channel_credentials,
             insecure,

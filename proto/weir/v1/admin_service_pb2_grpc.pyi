@@ -60,6 +60,11 @@ class AdminServiceStub:
     """
     ResumeOrganization: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeOrganizationRequest, _admin_service_pb2.ResumeOrganizationResponse]
     """Ends the suspension of an organization. Idempotent."""
+    CloseOrganization: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CloseOrganizationRequest, _admin_service_pb2.CloseOrganizationResponse]
+    """Closes an organization for good: all of its keys are revoked, its running requests end in every
+    process as `failed` with the reason ORGANIZATION_CLOSED, its rentals end, and nothing opens it
+    again. Its months close as always, and all records stay. Idempotent.
+    """
     ListOrganizations: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListOrganizationsRequest, _admin_service_pb2.ListOrganizationsResponse]
     """Lists organizations by name."""
     SetBillingProfile: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetBillingProfileRequest, _admin_service_pb2.SetBillingProfileResponse]
@@ -78,6 +83,10 @@ class AdminServiceStub:
     """
     ResumeProject: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeProjectRequest, _admin_service_pb2.ResumeProjectResponse]
     """Ends the suspension of a project. Idempotent."""
+    CloseProject: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CloseProjectRequest, _admin_service_pb2.CloseProjectResponse]
+    """Closes a project for good, as CloseOrganization does; the reason is PROJECT_CLOSED. Its usage
+    stays in the months of its organization. Idempotent.
+    """
     ListProjects: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListProjectsRequest, _admin_service_pb2.ListProjectsResponse]
     """Lists the projects of an organization by name."""
     CreateApiKey: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CreateApiKeyRequest, _admin_service_pb2.CreateApiKeyResponse]
@@ -207,6 +216,11 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ResumeOrganization: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeOrganizationRequest, _admin_service_pb2.ResumeOrganizationResponse]  # type: ignore[assignment]
     """Ends the suspension of an organization. Idempotent."""
+    CloseOrganization: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CloseOrganizationRequest, _admin_service_pb2.CloseOrganizationResponse]  # type: ignore[assignment]
+    """Closes an organization for good: all of its keys are revoked, its running requests end in every
+    process as `failed` with the reason ORGANIZATION_CLOSED, its rentals end, and nothing opens it
+    again. Its months close as always, and all records stay. Idempotent.
+    """
     ListOrganizations: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListOrganizationsRequest, _admin_service_pb2.ListOrganizationsResponse]  # type: ignore[assignment]
     """Lists organizations by name."""
     SetBillingProfile: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetBillingProfileRequest, _admin_service_pb2.SetBillingProfileResponse]  # type: ignore[assignment]
@@ -225,6 +239,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ResumeProject: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeProjectRequest, _admin_service_pb2.ResumeProjectResponse]  # type: ignore[assignment]
     """Ends the suspension of a project. Idempotent."""
+    CloseProject: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CloseProjectRequest, _admin_service_pb2.CloseProjectResponse]  # type: ignore[assignment]
+    """Closes a project for good, as CloseOrganization does; the reason is PROJECT_CLOSED. Its usage
+    stays in the months of its organization. Idempotent.
+    """
     ListProjects: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListProjectsRequest, _admin_service_pb2.ListProjectsResponse]  # type: ignore[assignment]
     """Lists the projects of an organization by name."""
     CreateApiKey: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CreateApiKeyRequest, _admin_service_pb2.CreateApiKeyResponse]  # type: ignore[assignment]
@@ -377,6 +395,17 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Ends the suspension of an organization. Idempotent."""
 
     @_abc_1.abstractmethod
+    def CloseOrganization(
+        self,
+        request: _admin_service_pb2.CloseOrganizationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.CloseOrganizationResponse, _abc.Awaitable[_admin_service_pb2.CloseOrganizationResponse]]:
+        """Closes an organization for good: all of its keys are revoked, its running requests end in every
+        process as `failed` with the reason ORGANIZATION_CLOSED, its rentals end, and nothing opens it
+        again. Its months close as always, and all records stay. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
     def ListOrganizations(
         self,
         request: _admin_service_pb2.ListOrganizationsRequest,
@@ -435,6 +464,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.ResumeProjectResponse, _abc.Awaitable[_admin_service_pb2.ResumeProjectResponse]]:
         """Ends the suspension of a project. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def CloseProject(
+        self,
+        request: _admin_service_pb2.CloseProjectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.CloseProjectResponse, _abc.Awaitable[_admin_service_pb2.CloseProjectResponse]]:
+        """Closes a project for good, as CloseOrganization does; the reason is PROJECT_CLOSED. Its usage
+        stays in the months of its organization. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def ListProjects(

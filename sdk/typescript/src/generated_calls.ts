@@ -16,6 +16,9 @@ import {
   BillingService,
 } from "./gen/weir/v1/billing_service_pb.js";
 import {
+  RemainingCredit as RemainingCreditMessage,
+} from "./gen/weir/v1/closures_pb.js";
+import {
   ConfigurationSchema,
 } from "./gen/weir/v1/configuration_pb.js";
 import {
@@ -34,6 +37,8 @@ import {
   type AppliedFleet,
   type BillingProfile,
   type ClosedMonth,
+  type ClosedOrganization,
+  type ClosedProject,
   type CreatedAlertWebhook,
   type CreatedApiKey,
   type CreditBalance,
@@ -57,6 +62,7 @@ import {
   type QuotaStatus,
   type QuotaSubject,
   type RecordedRequest,
+  type RemainingCredit,
   type ReplicaList,
   type ReplicaRental,
   type ResalePrice,
@@ -80,12 +86,40 @@ export interface CreateOrganizationOptions extends CallOptionsOf {
   readonly allowExisting?: boolean | undefined;
 }
 
+/** Options of `closeOrganization`. */
+export interface CloseOrganizationOptions extends CallOptionsOf {
+  /**
+   * The name of the organization again, because nothing undoes a closing. Not needed with
+   * `validate_only`.
+   */
+  readonly confirmName?: string | undefined;
+  /** Why: 1 to 200 printable characters. Its callers read it in each refusal. */
+  readonly reason?: string | undefined;
+  /** What happens to the credit that the final month leaves. Required if credit remains. */
+  readonly remainingCredit?: RemainingCredit | undefined;
+  /** Changes nothing, and returns the effects. */
+  readonly validateOnly?: boolean | undefined;
+}
+
 /** Options of `createProject`. */
 export interface CreateProjectOptions extends CallOptionsOf {
   /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
   readonly requestId?: string | undefined;
   /** Returns an existing project of this name instead of AlreadyExists. */
   readonly allowExisting?: boolean | undefined;
+}
+
+/** Options of `closeProject`. */
+export interface CloseProjectOptions extends CallOptionsOf {
+  /**
+   * The name of the project again, because nothing undoes a closing. Not needed with
+   * `validate_only`.
+   */
+  readonly confirmName?: string | undefined;
+  /** Why: 1 to 200 printable characters. Its callers read it in each refusal. */
+  readonly reason?: string | undefined;
+  /** Changes nothing, and returns the effects. */
+  readonly validateOnly?: boolean | undefined;
 }
 
 /** Options of `createApiKey`. */
@@ -696,6 +730,32 @@ export class AdminCalls extends UnaryClient {
   }
 
   /**
+   * Closes an organization for good: all of its keys are revoked, its running requests end in every
+   * process as `failed` with the reason ORGANIZATION_CLOSED, its rentals end, and nothing opens it
+   * again. Its months close as always, and all records stay. Idempotent.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound. One with keys of the
+   * operator cannot be closed.
+   */
+  async closeOrganization(
+    organization: string,
+    options: CloseOrganizationOptions = {},
+  ): Promise<ClosedOrganization> {
+    const init = defined({
+      organization: organization,
+      confirmName: options.confirmName,
+      reason: options.reason,
+      remainingCredit:
+        options.remainingCredit &&
+        numberOf("remainingCredit", RemainingCreditMessage, options.remainingCredit),
+      validateOnly: options.validateOnly,
+    });
+    const method = AdminService.method.closeOrganization;
+    const response = await this.connection.call(method, init, options);
+    return wire.closedOrganization(response);
+  }
+
+  /**
    * Lists organizations by name.
    */
   async listOrganizations(
@@ -828,6 +888,28 @@ export class AdminCalls extends UnaryClient {
     const method = AdminService.method.resumeProject;
     const response = await this.connection.call(method, init, options);
     return wire.project(response.project);
+  }
+
+  /**
+   * Closes a project for good, as CloseOrganization does; the reason is PROJECT_CLOSED. Its usage
+   * stays in the months of its organization. Idempotent.
+   *
+   * @param project "ORGANIZATION/NAME" or id of the project. Unknown: NotFound. One with keys of
+   * the operator cannot be closed.
+   */
+  async closeProject(
+    project: string,
+    options: CloseProjectOptions = {},
+  ): Promise<ClosedProject> {
+    const init = defined({
+      project: project,
+      confirmName: options.confirmName,
+      reason: options.reason,
+      validateOnly: options.validateOnly,
+    });
+    const method = AdminService.method.closeProject;
+    const response = await this.connection.call(method, init, options);
+    return wire.closedProject(response);
   }
 
   /**

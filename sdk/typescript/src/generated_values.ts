@@ -1158,6 +1158,35 @@ export interface Suspension {
   readonly byOperator: boolean;
 }
 
+/**
+ * Choice for the prepaid credit that the final month of a closed organization leaves. unspecified:
+ * newer than this client.
+ */
+export type RemainingCredit =
+  | "unspecified"
+  | "refund"
+  | "expire"
+  | "keep";
+
+/** Closing of an organization or project: nothing opens it again. */
+export interface Closure {
+  /** The reason that was given. */
+  readonly reason: string;
+  /** Time of the closing. */
+  readonly closeTime: Date | undefined;
+  /** False: the organization closed its own project. */
+  readonly byOperator: boolean;
+  /**
+   * What happens to the credit that the final month leaves; UNSPECIFIED for a project, and if none
+   * remained.
+   */
+  readonly remainingCredit: RemainingCredit;
+  /** The last month with requests, as YYYY-MM. */
+  readonly finalMonth: string;
+  /** Whether the final month of the organization is closed, with its invoice. */
+  readonly isFinalMonthClosed: boolean;
+}
+
 /** A customer: it owns projects, keys and limits, and gets one bill a month. */
 export interface Organization {
   /** Server-generated UUID. */
@@ -1175,8 +1204,44 @@ export interface Organization {
    * service. 1000 if it was never set.
    */
   readonly queueWeightMilli: number;
-  /** Why its requests are refused. Unset: they are not. */
+  /** Why its requests are refused. Unset: they are not, or it is closed. */
   readonly suspension: Suspension | undefined;
+  /** When and why it was closed for good. Unset: it is open. */
+  readonly closure: Closure | undefined;
+}
+
+/** Objects that a closing changes, or that remain to be done, as they are at present. */
+export interface ClosureEffects {
+  /** Requests that run now: they end, and are billed what was delivered. */
+  readonly runningRequestCount: number;
+  /** Keys that work: they are revoked. */
+  readonly activeKeyCount: number;
+  /** Limits, which have nothing to limit any more. */
+  readonly limitCount: number;
+  /** Limits that are changed for a time. */
+  readonly overriddenLimitCount: number;
+  /** Projects of the organization that are not closed. */
+  readonly openProjectCount: number;
+  /**
+   * Rentals of replicas that have not ended: they end, and are on the statement up to the second.
+   */
+  readonly openRentalCount: number;
+  /** Whether a webhook stays for the alerts of the final invoice. */
+  readonly hasWebhook: boolean;
+  /** Months with content that are not closed yet, as YYYY-MM, with the present one. */
+  readonly openMonths: readonly string[];
+  /** Usage and other charges of open months. */
+  readonly unbilled: Money | undefined;
+  /** Prepaid credit that closed months have left. */
+  readonly remainingCredit: Money | undefined;
+}
+
+/** The organization. */
+export interface ClosedOrganization {
+  /** With its closure, unless the request was `validate_only`. */
+  readonly organization: Organization;
+  /** What the closing changed, or would change. */
+  readonly effects: ClosureEffects;
 }
 
 /** A subdivision of an organization, with its own keys. */
@@ -1191,9 +1256,22 @@ export interface Project {
   readonly createTime: Date | undefined;
   /**
    * Why the requests of its keys are refused. Unset: they are not, unless the organization is
-   * suspended.
+   * suspended or one of both closed.
    */
   readonly suspension: Suspension | undefined;
+  /** When and why it was closed for good. Unset: it is open, unless its organization is closed. */
+  readonly closure: Closure | undefined;
+}
+
+/** The project. */
+export interface ClosedProject {
+  /** With its closure, unless the request was `validate_only`. */
+  readonly project: Project;
+  /**
+   * What the closing changed, or would change. Of the organization, only the keys, requests and
+   * limits of the project count.
+   */
+  readonly effects: ClosureEffects;
 }
 
 /** An API key without its secret. */
@@ -1402,6 +1480,8 @@ export interface CreditGrant {
   readonly grantedBy: string;
   /** Time of the grant. */
   readonly createTime: Date | undefined;
+  /** Amount owed to the customer since its organization was closed. */
+  readonly refunded: Money;
 }
 
 /** An organization's current credit. */
@@ -1913,6 +1993,8 @@ export interface PrepaidCredit {
   readonly expired: Money;
   /** Credit left after the charges and the expiry of the month. */
   readonly remaining: Money;
+  /** Credit that the final month of a closed organization left, to be paid back. */
+  readonly refunded: Money;
 }
 
 /** A credit note in the report of its month. */

@@ -9,6 +9,8 @@ import { count, date, dimension, durationMs, money, name, word } from "./convers
 import {
   ApiKeySchema,
   AuditEntrySchema,
+  CloseOrganizationResponseSchema,
+  CloseProjectResponseSchema,
   CreateApiKeyResponseSchema,
   EraseEndUserResponseSchema,
   OrganizationSchema,
@@ -17,6 +19,8 @@ import {
   SuspensionSchema,
   type ApiKey as ApiKeyMessage,
   type AuditEntry as AuditEntryMessage,
+  type CloseOrganizationResponse as CloseOrganizationResponseMessage,
+  type CloseProjectResponse as CloseProjectResponseMessage,
   type CreateApiKeyResponse as CreateApiKeyResponseMessage,
   type EraseEndUserResponse as EraseEndUserResponseMessage,
   type Organization as OrganizationMessage,
@@ -50,6 +54,13 @@ import {
   type Reconciliation as ReconciliationMessage,
   type RequestCounts as RequestCountsMessage,
 } from "./gen/weir/v1/billing_service_pb.js";
+import {
+  ClosureEffectsSchema,
+  ClosureSchema,
+  RemainingCredit as RemainingCreditMessage,
+  type Closure as ClosureMessage,
+  type ClosureEffects as ClosureEffectsMessage,
+} from "./gen/weir/v1/closures_pb.js";
 import {
   ApplyConfigurationResponseSchema,
   ConfigurationChangeSchema,
@@ -238,6 +249,10 @@ import {
   type ChangeAction,
   type ChargeKind,
   type ClosedMonth,
+  type ClosedOrganization,
+  type ClosedProject,
+  type Closure,
+  type ClosureEffects,
   type ConfigurationChange,
   type ConfigurationViolation,
   type CreatedAlertWebhook,
@@ -294,6 +309,7 @@ import {
   type Reconciliation,
   type RecordedRequest,
   type RefusedField,
+  type RemainingCredit,
   type Replica,
   type ReplicaDrain,
   type ReplicaList,
@@ -911,6 +927,19 @@ export function suspension(
   };
 }
 
+export function closure(
+  value: ClosureMessage = create(ClosureSchema),
+): Closure {
+  return {
+    reason: value.reason,
+    closeTime: date(value.closeTime),
+    byOperator: value.byOperator,
+    remainingCredit: word<RemainingCredit>(RemainingCreditMessage, value.remainingCredit),
+    finalMonth: value.finalMonth,
+    isFinalMonthClosed: value.isFinalMonthClosed,
+  };
+}
+
 export function organization(
   value: OrganizationMessage = create(OrganizationSchema),
 ): Organization {
@@ -922,6 +951,33 @@ export function organization(
     billingProfile: value.billingProfile && billingProfile(value.billingProfile),
     queueWeightMilli: count(value.queueWeightMilli),
     suspension: value.suspension && suspension(value.suspension),
+    closure: value.closure && closure(value.closure),
+  };
+}
+
+export function closureEffects(
+  value: ClosureEffectsMessage = create(ClosureEffectsSchema),
+): ClosureEffects {
+  return {
+    runningRequestCount: count(value.runningRequestCount),
+    activeKeyCount: count(value.activeKeyCount),
+    limitCount: count(value.limitCount),
+    overriddenLimitCount: count(value.overriddenLimitCount),
+    openProjectCount: count(value.openProjectCount),
+    openRentalCount: count(value.openRentalCount),
+    hasWebhook: value.hasWebhook,
+    openMonths: value.openMonths,
+    unbilled: value.unbilled && money(value.unbilled),
+    remainingCredit: value.remainingCredit && money(value.remainingCredit),
+  };
+}
+
+export function closedOrganization(
+  value: CloseOrganizationResponseMessage = create(CloseOrganizationResponseSchema),
+): ClosedOrganization {
+  return {
+    organization: organization(value.organization),
+    effects: closureEffects(value.effects),
   };
 }
 
@@ -934,6 +990,16 @@ export function project(
     name: value.name,
     createTime: date(value.createTime),
     suspension: value.suspension && suspension(value.suspension),
+    closure: value.closure && closure(value.closure),
+  };
+}
+
+export function closedProject(
+  value: CloseProjectResponseMessage = create(CloseProjectResponseSchema),
+): ClosedProject {
+  return {
+    project: project(value.project),
+    effects: closureEffects(value.effects),
   };
 }
 
@@ -1055,6 +1121,7 @@ export function creditGrant(
     reason: value.reason,
     grantedBy: value.grantedBy,
     createTime: date(value.createTime),
+    refunded: money(value.refunded),
   };
 }
 
@@ -1407,6 +1474,7 @@ export function prepaidCredit(
     granted: money(value.granted),
     expired: money(value.expired),
     remaining: money(value.remaining),
+    refunded: money(value.refunded),
   };
 }
 

@@ -39,6 +39,8 @@ from weir_client.generated_values import (
     AppliedFleet,
     BillingProfile,
     ClosedMonth,
+    ClosedOrganization,
+    ClosedProject,
     CreatedAlertWebhook,
     CreatedApiKey,
     CreditBalance,
@@ -62,6 +64,7 @@ from weir_client.generated_values import (
     QuotaStatus,
     QuotaSubject,
     RecordedRequest,
+    RemainingCredit,
     ReplicaList,
     ReplicaRental,
     ResalePrice,
@@ -144,6 +147,39 @@ class AsyncAdminCalls(UnaryClient):
         )
         response = await self._call(self._stub.ResumeOrganization, request)
         return wire.read(Organization, response.organization)
+
+    async def close_organization(
+        self,
+        organization: str,
+        *,
+        confirm_name: str = "",
+        reason: str = "",
+        remaining_credit: RemainingCredit = RemainingCredit.UNSPECIFIED,
+        validate_only: bool = False,
+    ) -> ClosedOrganization:
+        """Closes an organization for good: all of its keys are revoked, its running requests end in
+        every process as `failed` with the reason ORGANIZATION_CLOSED, its rentals end, and nothing
+        opens it again. Its months close as always, and all records stay. Idempotent.
+
+        `organization`: Name or id of the organization. Unknown: NotFound. One with keys of the
+            operator cannot be closed.
+        `confirm_name`: The name of the organization again, because nothing undoes a closing. Not
+            needed with `validate_only`.
+        `reason`: Why: 1 to 200 printable characters. Its callers read it in each refusal.
+        `remaining_credit`: What happens to the credit that the final month leaves. Required if
+            credit remains.
+        `validate_only`: Changes nothing, and returns the effects.
+        """
+        request = wire.request(
+            admin_service_pb2.CloseOrganizationRequest,
+            organization=organization,
+            confirm_name=confirm_name,
+            reason=reason,
+            remaining_credit=remaining_credit,
+            validate_only=validate_only,
+        )
+        response = await self._call(self._stub.CloseOrganization, request)
+        return wire.read(ClosedOrganization, response)
 
     async def list_organizations(self) -> list[Organization]:
         """Lists organizations by name."""
@@ -241,6 +277,29 @@ class AsyncAdminCalls(UnaryClient):
         request = wire.request(admin_service_pb2.ResumeProjectRequest, project=project)
         response = await self._call(self._stub.ResumeProject, request)
         return wire.read(Project, response.project)
+
+    async def close_project(
+        self, project: str, *, confirm_name: str = "", reason: str = "", validate_only: bool = False
+    ) -> ClosedProject:
+        """Closes a project for good, as CloseOrganization does; the reason is PROJECT_CLOSED. Its
+        usage stays in the months of its organization. Idempotent.
+
+        `project`: "ORGANIZATION/NAME" or id of the project. Unknown: NotFound. One with keys of the
+            operator cannot be closed.
+        `confirm_name`: The name of the project again, because nothing undoes a closing. Not needed
+            with `validate_only`.
+        `reason`: Why: 1 to 200 printable characters. Its callers read it in each refusal.
+        `validate_only`: Changes nothing, and returns the effects.
+        """
+        request = wire.request(
+            admin_service_pb2.CloseProjectRequest,
+            project=project,
+            confirm_name=confirm_name,
+            reason=reason,
+            validate_only=validate_only,
+        )
+        response = await self._call(self._stub.CloseProject, request)
+        return wire.read(ClosedProject, response)
 
     async def list_projects(self, organization: str) -> list[Project]:
         """Lists the projects of an organization by name.
@@ -1005,6 +1064,7 @@ class BlockingAdminCalls(BlockingUnaryClient):
     update_organization = blocking(AsyncAdminCalls.update_organization)
     suspend_organization = blocking(AsyncAdminCalls.suspend_organization)
     resume_organization = blocking(AsyncAdminCalls.resume_organization)
+    close_organization = blocking(AsyncAdminCalls.close_organization)
     list_organizations = blocking(AsyncAdminCalls.list_organizations)
     set_billing_profile = blocking(AsyncAdminCalls.set_billing_profile)
     set_queue_weight = blocking(AsyncAdminCalls.set_queue_weight)
@@ -1012,6 +1072,7 @@ class BlockingAdminCalls(BlockingUnaryClient):
     update_project = blocking(AsyncAdminCalls.update_project)
     suspend_project = blocking(AsyncAdminCalls.suspend_project)
     resume_project = blocking(AsyncAdminCalls.resume_project)
+    close_project = blocking(AsyncAdminCalls.close_project)
     list_projects = blocking(AsyncAdminCalls.list_projects)
     create_api_key = blocking(AsyncAdminCalls.create_api_key)
     rotate_api_key = blocking(AsyncAdminCalls.rotate_api_key)

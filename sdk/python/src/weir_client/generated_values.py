@@ -1248,6 +1248,38 @@ class Suspension(Value):
     """False: the organization suspended its own project, and can resume it."""
 
 
+class RemainingCredit(StrEnum):
+    """Choice for the prepaid credit that the final month of a closed organization leaves."""
+
+    UNSPECIFIED = "unspecified"
+    """Not set, or not known to this client."""
+    REFUND = "refund"
+    """The close of the final month posts it as owed to the customer, to be paid outside of Weir."""
+    EXPIRE = "expire"
+    """The close of the final month posts it as forfeited."""
+    KEEP = "keep"
+    """It stays until its grants end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closure(Value):
+    """Closing of an organization or project: nothing opens it again."""
+
+    reason: str = ""
+    """The reason that was given."""
+    close_time: datetime | None = None
+    """Time of the closing."""
+    by_operator: bool = False
+    """False: the organization closed its own project."""
+    remaining_credit: RemainingCredit = RemainingCredit.UNSPECIFIED
+    """What happens to the credit that the final month leaves; UNSPECIFIED for a project, and if
+    none remained."""
+    final_month: str = ""
+    """The last month with requests, as YYYY-MM."""
+    is_final_month_closed: bool = False
+    """Whether the final month of the organization is closed, with its invoice."""
+
+
 @dataclass(frozen=True, slots=True)
 class Organization(Value):
     """A customer: it owns projects, keys and limits, and gets one bill a month."""
@@ -1266,7 +1298,46 @@ class Organization(Value):
     """How much it counts in the fair queue, in thousandths: under load, twice the weight is twice
     the service. 1000 if it was never set."""
     suspension: Suspension | None = None
-    """Why its requests are refused. Unset: they are not."""
+    """Why its requests are refused. Unset: they are not, or it is closed."""
+    closure: Closure | None = None
+    """When and why it was closed for good. Unset: it is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosureEffects(Value):
+    """Objects that a closing changes, or that remain to be done, as they are at present."""
+
+    running_request_count: int = 0
+    """Requests that run now: they end, and are billed what was delivered."""
+    active_key_count: int = 0
+    """Keys that work: they are revoked."""
+    limit_count: int = 0
+    """Limits, which have nothing to limit any more."""
+    overridden_limit_count: int = 0
+    """Limits that are changed for a time."""
+    open_project_count: int = 0
+    """Projects of the organization that are not closed."""
+    open_rental_count: int = 0
+    """Rentals of replicas that have not ended: they end, and are on the statement up to the
+    second."""
+    has_webhook: bool = False
+    """Whether a webhook stays for the alerts of the final invoice."""
+    open_months: tuple[str, ...] = ()
+    """Months with content that are not closed yet, as YYYY-MM, with the present one."""
+    unbilled: Money | None = None
+    """Usage and other charges of open months."""
+    remaining_credit: Money | None = None
+    """Prepaid credit that closed months have left."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedOrganization(Value):
+    """The organization."""
+
+    organization: Organization
+    """With its closure, unless the request was `validate_only`."""
+    effects: ClosureEffects
+    """What the closing changed, or would change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1283,7 +1354,20 @@ class Project(Value):
     """Time of creation."""
     suspension: Suspension | None = None
     """Why the requests of its keys are refused. Unset: they are not, unless the organization is
-    suspended."""
+    suspended or one of both closed."""
+    closure: Closure | None = None
+    """When and why it was closed for good. Unset: it is open, unless its organization is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedProject(Value):
+    """The project."""
+
+    project: Project
+    """With its closure, unless the request was `validate_only`."""
+    effects: ClosureEffects
+    """What the closing changed, or would change. Of the organization, only the keys, requests and
+    limits of the project count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1469,16 +1553,18 @@ class CreditGrant(Value):
     """Expired amount."""
     remaining: Money
     """Remaining amount, counting closed months."""
-    first_month: str = ""
+    first_month: str
     """First month that it covers, as YYYY-MM."""
-    last_month: str = ""
+    last_month: str
     """Last month that it covers. The rest expires at its close."""
-    reason: str = ""
+    reason: str
     """Reason."""
-    granted_by: str = ""
+    granted_by: str
     """Author of the grant: the prefix of the API key."""
-    create_time: datetime | None = None
+    create_time: datetime | None
     """Time of the grant."""
+    refunded: Money
+    """Amount owed to the customer since its organization was closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -2068,6 +2154,8 @@ class PrepaidCredit(Value):
     """Credit that expired unused at the end of the month."""
     remaining: Money
     """Credit left after the charges and the expiry of the month."""
+    refunded: Money
+    """Credit that the final month of a closed organization left, to be paid back."""
 
 
 @dataclass(frozen=True, slots=True)
