@@ -175,7 +175,7 @@ class KeyRevoked(MeteringError):
     reason = "KEY_REVOKED"
 
 
-class InvitationInvalid(MeteringError):
+class InvitationInvalid(KeyInvalid):
     """The token of the invitation is unknown, used, revoked or expired; the reply hides which."""
 
     reason = "INVITATION_INVALID"

@@ -188,13 +188,22 @@ async def create_api_key(
 def is_unowned() -> ColumnElement[bool]:
     """Return the condition that a key has a secret, and neither a person nor a service account.
 
-    Only these keys are found by name and are part of configurations.
+    Only these keys are part of configurations.
     """
-    owned = select(ApiKeyOwner.api_key_id).where(
-        ApiKeyOwner.api_key_id == ApiKey.id,
-        func.num_nonnulls(ApiKeyOwner.person_id, ApiKeyOwner.service_account_id) > 0,
-    )
-    return and_(ApiKey.secret_hash.is_not(None), ~owned.exists())
+    return is_owned_like(NO_OWNER)
+
+
+def is_owned_like(owner: KeyOwner) -> ColumnElement[bool]:
+    """Return the condition that a key has a secret and this person or service account, or none."""
+    owned = select(ApiKeyOwner.api_key_id).where(ApiKeyOwner.api_key_id == ApiKey.id)
+    if owner.is_known:
+        owned = owned.where(
+            ApiKeyOwner.person_id.is_not_distinct_from(owner.person_id),
+            ApiKeyOwner.service_account_id.is_not_distinct_from(owner.service_account_id),
+        )
+        return and_(ApiKey.secret_hash.is_not(None), owned.exists())
+    has_owner = func.num_nonnulls(ApiKeyOwner.person_id, ApiKeyOwner.service_account_id) > 0
+    return and_(ApiKey.secret_hash.is_not(None), ~owned.where(has_owner).exists())
 
 
 async def limit_new_key(

@@ -339,6 +339,14 @@ async def find_person(session: AsyncSession, ref: str) -> Person:
     return person
 
 
+async def person_id_of(session: AsyncSession, ref: str) -> uuid.UUID | None:
+    """Return the id of a person by e-mail address or id; None if there is none."""
+    if "@" not in ref and as_uuid(ref) is None:
+        return None
+    found: uuid.UUID | None = await session.scalar(select(Person.id).where(_is_person(ref)))
+    return found
+
+
 async def list_persons(
     session: AsyncSession, *, search: str = "", page_size: int = PAGE_SIZE, page_token: str = ""
 ) -> tuple[list[Person], str]:
