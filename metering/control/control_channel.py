@@ -37,7 +37,6 @@ from metering.control.live import (
 from metering.store.db import (
     KEEPALIVES,
     BoundedConnection,
-    connection_options,
     patience,
     psycopg_conninfo,
 )
@@ -222,7 +221,6 @@ class ControlChannel:
             self._conninfo,
             autocommit=True,
             connect_timeout=CONNECT_TIMEOUT_S,
-            options=connection_options(),
             **KEEPALIVES,
         )
 

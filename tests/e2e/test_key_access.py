@@ -83,6 +83,7 @@ COMMON = {
     "first_day": "",
     "last_day": "",
     "reason": "none",
+    "confirm_name": "another",
     "document": "models: {m: {directory: /none}}",
     "base_directory": "/none",
     "name": "theirs",

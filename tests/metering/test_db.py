@@ -244,8 +244,8 @@ async def test_an_attempt_that_is_cancelled_when_a_host_has_accepted_closes_its_
 
     class Cancelled(BoundedConnection):
         @classmethod
-        async def _connect_to(cls, conninfo: str, **parameters: Any) -> Self:
-            connection = await super()._connect_to(conninfo, **parameters)
+        async def _connect_to(cls, conninfo: str, *args: Any, **parameters: Any) -> Self:
+            connection = await super()._connect_to(conninfo, *args, **parameters)
             opened.append(connection)
             attempt.cancel()
             return connection
