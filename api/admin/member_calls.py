@@ -1,6 +1,6 @@
 """RPCs for members, invitations, service accounts and persons.
 
-Nobody gives, changes or takes away more than its own permissions: an administrator makes no owner
+A caller gives, changes and takes away only permissions that it has: an administrator makes no owner
 and removes none.
 """
 

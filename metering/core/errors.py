@@ -182,8 +182,7 @@ class InvitationInvalid(KeyInvalid):
 
     def __init__(self) -> None:
         super().__init__(
-            "Your invitation is unknown, used, revoked or expired. Ask whoever invited you for"
-            " another one."
+            "Your invitation is unknown, used, revoked or expired. Ask for another one."
         )
 
 

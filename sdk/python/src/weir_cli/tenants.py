@@ -593,6 +593,12 @@ def create_key(
             help="Succeed if the project has a working key of this name and scopes already.",
         ),
     ] = False,
+    service_account: Annotated[
+        str, typer.Option(help="Service account that the key belongs to, by name or id.")
+    ] = "",
+    own: Annotated[
+        bool, typer.Option("--own", help="The key belongs to you, and ends with your membership.")
+    ] = False,
     as_json: JsonOption = False,
     **terms: Any,
 ) -> None:
@@ -603,6 +609,8 @@ def create_key(
         project_or_default(project, client.address),
         name,
         lifetime=lifetime,
+        service_account=service_account,
+        own=own,
         allow_existing=if_missing,
         **values_of(TERMS["key"], terms),
     )
