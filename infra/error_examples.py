@@ -145,6 +145,7 @@ def examples() -> tuple[Exception, ...]:
         ),
         errors.KeyRevokedMidway(KEY_REVOKED),
         metering_errors.KeyInvalid(),
+        metering_errors.TokenInvalid("it has expired"),
         errors.AddressNotAllowed(parse_address("203.0.113.7")),
         errors.PermissionDenied(
             "Your API key wk_xxtklc5q has the scope inference, and this call needs the permission"
@@ -198,6 +199,7 @@ def examples() -> tuple[Exception, ...]:
         errors.ProcessUnavailable(
             "The server that runs your request does not answer. Attach to it again."
         ),
+        errors.IssuerUnavailable("https://login.example.com", "no answer within 5 s"),
         errors.EngineLost(2),
         engine_errors.EngineOverloaded("the engine's queue is full", 0.5),
         engine_errors.EngineUnavailable("the engine is restarting", 4),

@@ -54,6 +54,7 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
         errors.Unauthenticated,
         errors.KeyRevokedMidway,
         metering_errors.KeyInvalid,
+        metering_errors.TokenInvalid,
     ),
     code_pb2.PERMISSION_DENIED: (
         errors.AddressNotAllowed,
@@ -86,6 +87,7 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
         errors.QueueFull,
         errors.StartsTooLate,
         errors.ProcessUnavailable,
+        errors.IssuerUnavailable,
         errors.EngineLost,
         engine_errors.EngineOverloaded,
         engine_errors.EngineUnavailable,

@@ -145,6 +145,17 @@ class KeyInvalid(MeteringError):
         super().__init__(message)
 
 
+class TokenInvalid(KeyInvalid):
+    """The token of an issuer is not accepted; the text says why."""
+
+    reason = "TOKEN_INVALID"
+
+    def __init__(
+        self, why: str, remedy: str = "Send a new one from your identity provider."
+    ) -> None:
+        super().__init__(f"Your token is not accepted: {why}. {remedy}")
+
+
 class KeyRevoked(MeteringError):
     """The key is revoked, which nothing can undo."""
 
