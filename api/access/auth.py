@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator,
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
+from sqlalchemy.ext.asyncio import AsyncSession
+
 from api.access.permissions import MODELS, OPERATOR, ROLES_OF, refuse
 from api.access.throttle import Throttle
 from api.core.addresses import FORWARDED_FOR, Origin, Proxies, address_of
@@ -33,7 +35,12 @@ from metering.core.errors import DatabaseUnavailable, KeyInvalid
 from metering.holds.lease_clock import boot_time_s
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, patience
-from metering.tenants.authentication import Principal, Suspended, authenticate
+from metering.tenants.authentication import (
+    Principal,
+    Suspended,
+    authenticate,
+    authenticate_bound,
+)
 from metering.tenants.networks import Network, allows
 
 KEYS_MAX = 10_000  # remembered keys; an older lookup counts as one of a changed key
@@ -46,6 +53,8 @@ SECRET_REPLACED = "The secret of your API key was replaced. Use the new one."
 
 
 Answer = TypeVar("Answer")
+# What a caller is remembered by: the hash of a secret, or the id of a bound key
+Credential = bytes | uuid.UUID
 
 
 @dataclass(slots=True)
@@ -196,11 +205,10 @@ class Authenticator:
         self.stream_keys = StreamKeys()
         self.throttle = Throttle(failures_per_minute)
         self._changes = KeyChanges()
-        # Keys: hashes of secrets. Shared, because streams arrive by the thousand
+        # Keys: credentials. Shared, because streams arrive by the thousand
         self._lookups: SharedLookups[Principal] = SharedLookups()
-        # Time of the check, count of changes then, and the answer, by hash of the secret; the
-        # latest check is last.
-        self._remembered: OrderedDict[bytes, tuple[float, int, Principal]] = OrderedDict()
+        # Time of the check, count of changes then, and the answer; the latest check is last
+        self._remembered: OrderedDict[Credential, tuple[float, int, Principal]] = OrderedDict()
 
     async def principal(self, context: Context) -> Principal:
         """Authenticate a unary gRPC call, after waiting for the turn of its key.
@@ -248,14 +256,44 @@ class Authenticator:
         PermissionDenied, OrganizationSuspended and ProjectSuspended for a call of models,
         DatabaseUnavailable, AuthenticationThrottled, TooManyCalls.
         """
+        return await self._permitted(
+            digest_of(secret),
+            lambda session: authenticate(session, secret),
+            method,
+            origin,
+            age_max_s,
+        )
+
+    async def principal_of_bound_key(
+        self, api_key_id: uuid.UUID, *, method: str, origin: Origin, age_max_s: float = 0.0
+    ) -> Principal:
+        """Check that a bound key is valid and permits this call from this origin.
+
+        The caller has proved by other means, such as a session or a signed token, that it may act
+        with the key; a key with a secret is refused. Otherwise as `principal_of`.
+        """
+        return await self._permitted(
+            api_key_id,
+            lambda session: authenticate_bound(session, api_key_id),
+            *(method, origin, age_max_s),
+        )
+
+    async def _permitted(
+        self,
+        credential: Credential,
+        read: Callable[[AsyncSession], Awaitable[Principal]],
+        method: str,
+        origin: Origin,
+        age_max_s: float,
+    ) -> Principal:
+        """Look up the principal of a credential, unless it is known, and check its permission."""
         roles = ROLES_OF[method]  # a method without a permission is always refused
-        digest = digest_of(secret)
-        remembered = self._remembered.get(digest)
+        remembered = self._remembered.get(credential)
         if remembered is not None:  # before the lookup, which costs as much as the rest of a call
             await self.wait_for_share(remembered[2])
-        principal = self._known(digest, age_max_s) if age_max_s else None
+        principal = self._known(credential, age_max_s) if age_max_s else None
         if principal is None:
-            principal = await self._look_up(digest, secret, origin.peer)
+            principal = await self._look_up(credential, read, origin.peer)
         if remembered is None or principal is not remembered[2]:
             await self.wait_for_share(principal)
         # After the check of the key, to hide networks from wrong keys; before that of its
@@ -270,10 +308,10 @@ class Authenticator:
         if principal.address is origin.address:
             return principal
         found = replace(principal, address=origin.address)
-        remembered = self._remembered.get(digest)
+        remembered = self._remembered.get(credential)
         # The next call probably comes from the same address
         if remembered is not None and remembered[2] is principal:
-            self._remembered[digest] = *remembered[:2], found
+            self._remembered[credential] = *remembered[:2], found
         return found
 
     def changed(
@@ -301,16 +339,16 @@ class Authenticator:
         self._changes.note(change.owner_id)
         self.stream_keys.suspension_changed(change)
 
-    async def _check(self, secret: str) -> Principal:
+    async def _check(self, read: Callable[[AsyncSession], Awaitable[Principal]]) -> Principal:
         with patience(self._answer_wait_s):
             async with self._sessions() as session:
-                return await authenticate(session, secret)
+                return await read(session)
 
-    def _known(self, digest: bytes, age_max_s: float) -> Principal | None:
+    def _known(self, credential: Credential, age_max_s: float) -> Principal | None:
         """Return the remembered principal, or None if the result is too old or the secret has
         expired.
         """
-        requested_at, change_count, known = self._remembered.get(digest, (0.0, 0, None))
+        requested_at, change_count, known = self._remembered.get(credential, (0.0, 0, None))
         if known is None or self._changes.since(change_count, *owners_of(known)):
             return None
         age_s, lifetime_s = boot_time_s() - requested_at, known.secret_lifetime_s
@@ -318,32 +356,37 @@ class Authenticator:
             return None
         return known if lifetime_s is None else replace(known, secret_lifetime_s=lifetime_s - age_s)
 
-    async def _look_up(self, digest: bytes, secret: str, peer: str) -> Principal:
+    async def _look_up(
+        self,
+        credential: Credential,
+        read: Callable[[AsyncSession], Awaitable[Principal]],
+        peer: str,
+    ) -> Principal:
         # A key that was valid before is not delayed by other attempts from its address.
-        is_known = digest in self._remembered
+        is_known = credential in self._remembered
         held_up = (
             contextlib.nullcontext()
             if is_known
-            else self.throttle.attempt(peer, lambda: digest in self._remembered)
+            else self.throttle.attempt(peer, lambda: credential in self._remembered)
         )
         try:
             async with held_up:
                 while True:
                     begun, requested_at = self._changes.count, boot_time_s()
-                    principal = await self._lookups.ask(digest, lambda: self._check(secret))
+                    principal = await self._lookups.ask(credential, lambda: self._check(read))
                     if not self._changes.since(begun, *owners_of(principal)):
                         break
         except DatabaseUnavailable:
-            if not self._grace_s or (known := self._known(digest, self._grace_s)) is None:
+            if not self._grace_s or (known := self._known(credential, self._grace_s)) is None:
                 raise
             return known
         except KeyInvalid:
             if is_known:
                 self.throttle.failed(peer)
-            self._remembered.pop(digest, None)
+            self._remembered.pop(credential, None)
             raise
-        self._remembered[digest] = requested_at, begun, principal
-        self._remembered.move_to_end(digest)
+        self._remembered[credential] = requested_at, begun, principal
+        self._remembered.move_to_end(credential)
         if len(self._remembered) > REMEMBERED_COUNT_MAX:
             self._remembered.popitem(last=False)
         return principal

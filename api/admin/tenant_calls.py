@@ -19,7 +19,7 @@ from api.core.interceptor import Context
 from api.core.messages import effective_quota_statuses, parse_billing_profile, quota_status
 from inference.routing.router import Router
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import Organization, Project, Suspension
+from metering.core.models import Organization, Project, Suspension, values_of
 from metering.invoicing.documents import check_shown
 from metering.invoicing.invoice_document import Issuer
 from metering.quotas import quota_admin, quota_states
@@ -28,7 +28,7 @@ from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import QuotaState
 from metering.store.db import database_now
 from metering.tenants import admin_requests, api_keys, suspensions, tenants
-from metering.tenants.api_keys import find_api_key
+from metering.tenants.api_keys import KeyOwner, find_api_key
 from metering.tenants.billing_profiles import (
     BillingProfile,
     billing_profile,
@@ -383,6 +383,7 @@ def key_message(key: api_keys.KeyRecord) -> pb.ApiKey:
         overlap_end_time=key.overlap_ends_at,
         last_use_time=key.last_used_at,
         use_tracked_since_time=key.uses_tracked_since,
+        **{name: str(value or "") for name, value in values_of(KeyOwner, key.owner).items()},
     )
 
 

@@ -64,7 +64,12 @@ from metering.pricing.resale_prices import (
 from metering.quotas.quota_admin import delete_quota, override_quota, set_quota, usual_thresholds
 from metering.quotas.quota_recount import Uncounted, recount
 from metering.store.db import database_now
-from metering.tenants.api_keys import create_api_key, revoke_api_key, update_api_key
+from metering.tenants.api_keys import (
+    create_api_key,
+    is_unowned,
+    revoke_api_key,
+    update_api_key,
+)
 from metering.tenants.billing_profiles import (
     BillingProfile,
     billing_profile,
@@ -551,7 +556,7 @@ class Attempts:
         await self._quotas(Subject(path, shown, QuotaSubject.PROJECT, existing.id), desired)
         query = (
             select(ApiKey)
-            .where(ApiKey.project_id == existing.id, ApiKey.revoked_at.is_(None))
+            .where(ApiKey.project_id == existing.id, ApiKey.revoked_at.is_(None), is_unowned())
             .order_by(ApiKey.created_at)
         )
         left = {key.prefix: key for key in await self.session.scalars(query)}
@@ -993,7 +998,9 @@ async def present_state(session: AsyncSession, *, organization: str | None = Non
     owned = select(Project).where(Project.organization_id.in_(ids)).order_by(Project.name)
     projects = (await session.scalars(owned)).all()
     project_ids = [each.id for each in projects]
-    working = select(ApiKey).where(ApiKey.project_id.in_(project_ids), ApiKey.revoked_at.is_(None))
+    working = select(ApiKey).where(
+        ApiKey.project_id.in_(project_ids), ApiKey.revoked_at.is_(None), is_unowned()
+    )
     keys = (
         await session.scalars(working.order_by(ApiKey.name, ApiKey.created_at, ApiKey.id))
     ).all()

@@ -156,7 +156,10 @@ class Suspension(Base):
 
 
 class ApiKey(Base):
-    """An API key. Only the SHA-256 of the secret is stored: 256 random bits need no slow hash."""
+    """An API key. Only the SHA-256 of the secret is stored: 256 random bits need no slow hash.
+
+    A bound key has no secret: it acts for callers that are known by other means.
+    """
 
     __tablename__ = "api_keys"
 
@@ -164,7 +167,7 @@ class ApiKey(Base):
     project_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("projects.id"))
     name: Mapped[str]
     prefix: Mapped[str] = mapped_column(unique=True)
-    secret_hash: Mapped[bytes] = mapped_column(unique=True)
+    secret_hash: Mapped[bytes | None] = mapped_column(unique=True)
     scopes: Mapped[list[str]]
     # Allowed models; empty for all.
     models: Mapped[list[str]] = mapped_column(server_default=text("'{}'"))
@@ -192,6 +195,66 @@ class ApiKeyUse(Base):
 
     api_key_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("api_keys.id"), primary_key=True)
     last_used_at: Mapped[datetime]
+
+
+class Person(Base):
+    """A person, known by e-mail address and, after the first sign-in, by issuer and subject.
+
+    Persons are above organizations: `Membership` connects them.
+    """
+
+    __tablename__ = "persons"
+
+    id: Mapped[GeneratedId]
+    email: Mapped[str] = mapped_column(unique=True)
+    display_name: Mapped[str]
+    issuer: Mapped[str | None]
+    subject: Mapped[str | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    deactivated_at: Mapped[datetime | None]
+
+
+class Membership(Base):
+    """Membership of a person in an organization, with the bound key that acts for it there.
+
+    The key has the role. Its scope `admin` makes the person an operator of the service.
+    """
+
+    __tablename__ = "memberships"
+
+    id: Mapped[GeneratedId]
+    person_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("persons.id"))
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    api_key_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("api_keys.id"), unique=True)
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    removed_at: Mapped[datetime | None]
+
+
+class ServiceAccount(Base):
+    """Program of an organization that owns keys. Its keys have its role."""
+
+    __tablename__ = "service_accounts"
+
+    id: Mapped[GeneratedId]
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    name: Mapped[str]
+    role: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    deleted_at: Mapped[datetime | None]
+
+
+class ApiKeyOwner(Base):
+    """Owner of a key, a person or a service account, and the person who created the key.
+
+    A key without a row belongs to its project, and its creator was not a person.
+    """
+
+    __tablename__ = "api_key_owners"
+
+    api_key_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("api_keys.id"), primary_key=True)
+    person_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("persons.id"))
+    service_account_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("service_accounts.id"))
+    creator_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("persons.id"))
 
 
 class AuditEntry(Base):

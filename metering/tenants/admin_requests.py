@@ -24,7 +24,7 @@ from metering.core.errors import (
     WriteConflict,
 )
 from metering.core.models import ApiKey, Organization, Project
-from metering.tenants.api_keys import KeyRecord, create_api_key, find_api_key
+from metering.tenants.api_keys import KeyRecord, create_api_key, find_api_key, is_unowned
 from metering.tenants.key_terms import DEFAULT_TERMS, KeyTerms, checked_terms
 from metering.tenants.tenants import (
     create_organization,
@@ -168,6 +168,7 @@ async def ensure_api_key(
         ApiKey.project_id == owner.id,
         ApiKey.name == name,
         ApiKey.revoked_at.is_(None),
+        is_unowned(),
         or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now()),
     )
     key_ids = (await session.scalars(working)).all() if allow_existing else ()

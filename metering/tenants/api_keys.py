@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Select, case, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, case, delete, func, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -26,6 +26,7 @@ from metering.core.errors import InvalidValue, KeyRevoked, NotFound
 from metering.core.models import (
     QUOTA_TARGET,
     ApiKey,
+    ApiKeyOwner,
     ApiKeyUse,
     Organization,
     Project,
@@ -45,7 +46,7 @@ from metering.tenants.authentication import (
 )
 from metering.tenants.key_groups import align_group_limits, lock_groups
 from metering.tenants.key_terms import DEFAULT_TERMS, KeyTerms, checked_terms
-from metering.tenants.tenants import as_uuid, find_organization, find_project, record_creation
+from metering.tenants.tenants import as_uuid, find_organization, find_project
 
 KEY_NAME_MAX_CHARS = 100
 LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum within the range of a timestamp
@@ -54,9 +55,24 @@ OVERLAP_MAX = timedelta(days=30)  # a longer overlap would leave a leaked secret
 EXPIRY_MIN, EXPIRY_MAX = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
 
 
+@dataclass(frozen=True, slots=True)
+class KeyOwner:
+    """Owner of a key, a person or a service account, by the columns of `ApiKeyOwner`.
+
+    Without either, the key belongs to its project alone. `creator_id` is the person who created it.
+    """
+
+    person_id: uuid.UUID | None = None
+    service_account_id: uuid.UUID | None = None
+    creator_id: uuid.UUID | None = None
+
+
+NO_OWNER = KeyOwner()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRecord(KeyTerms):
-    """An API key with its terms, without its secret.
+    """An API key with its terms, without its secret. One that `is_bound` has none.
 
     A replaced secret is valid until `overlap_ends_at`. `last_used_at` is None if the key was not
     used since `uses_tracked_since`.
@@ -73,6 +89,8 @@ class KeyRecord(KeyTerms):
     expires_at: datetime | None
     revoked_at: datetime | None
     uses_tracked_since: datetime
+    is_bound: bool = False
+    owner: KeyOwner = NO_OWNER
     overlap_ends_at: datetime | None = None
     last_used_at: datetime | None = None
 
@@ -103,25 +121,31 @@ async def create_api_key(
     name: str,
     terms: KeyTerms = DEFAULT_TERMS,
     lifetime: timedelta | None = None,
+    is_bound: bool = False,
+    owner: KeyOwner = NO_OWNER,
     actor: str,
 ) -> tuple[KeyRecord, str]:
     """Create a key. Returns it with its secret, which cannot be read again.
 
-    It gets the limits that its project and organization define for new keys, and those of its
-    group. Raises: NotFound, InvalidValue.
+    With `is_bound`, it has no secret and the one returned is empty. It gets the limits that its
+    project and organization define for new keys, and those of its group. Raises: NotFound,
+    InvalidValue.
     """
-    owner = await find_project(session, project, organization=organization)
+    within = await find_project(session, project, organization=organization)
     if terms.group:
-        await lock_groups(session, owner.organization_id)
+        await lock_groups(session, within.organization_id)
     expires_at = None if lifetime is None else func.now() + checked_lifetime(lifetime)
     values = checked_terms(terms) | {
-        "project_id": owner.id,
+        "project_id": within.id,
         "name": checked_key_name(name),
         "expires_at": expires_at,
     }
     while True:  # until the prefix is unused, which is nearly always the first
         secret = new_secret()
-        values |= {"prefix": prefix_of(secret), "secret_hash": hash_of(secret)}
+        values |= {
+            "prefix": prefix_of(secret),
+            "secret_hash": None if is_bound else hash_of(secret),
+        }
         statement = (
             insert(ApiKey)
             .values(values)
@@ -130,17 +154,41 @@ async def create_api_key(
         )
         if (key := await session.scalar(statement)) is not None:
             break
-    await record_creation(session, actor, "api_key.create", key)
+    if owner != NO_OWNER:
+        await session.execute(
+            insert(ApiKeyOwner).values(values_of(KeyOwner, owner) | {"api_key_id": key.id})
+        )
+    owned = {name: str(value) for name, value in values_of(KeyOwner, owner).items() if value}
+    await record_change(
+        session,
+        actor=actor,
+        action="api_key.create",
+        subject_id=str(key.id),
+        before=None,
+        after=snapshot(key) | owned,
+    )
     await limit_new_key(
         session,
         api_key_id=key.id,
-        project_id=owner.id,
-        organization_id=owner.organization_id,
+        project_id=within.id,
+        organization_id=within.organization_id,
         actor=actor,
     )
     if terms.group:  # the new limits have no usage to count
-        await align_group_limits(session, owner.organization_id, actor)
-    return await find_api_key(session, str(key.id)), secret
+        await align_group_limits(session, within.organization_id, actor)
+    return await find_api_key(session, str(key.id)), "" if is_bound else secret
+
+
+def is_unowned() -> ColumnElement[bool]:
+    """Return the condition that a key has a secret, and neither a person nor a service account.
+
+    Only these keys are found by name and are part of configurations.
+    """
+    owned = select(ApiKeyOwner.api_key_id).where(
+        ApiKeyOwner.api_key_id == ApiKey.id,
+        func.num_nonnulls(ApiKeyOwner.person_id, ApiKeyOwner.service_account_id) > 0,
+    )
+    return and_(ApiKey.secret_hash.is_not(None), ~owned.exists())
 
 
 async def limit_new_key(
@@ -238,6 +286,8 @@ async def rotate_api_key(
         raise InvalidValue("overlap", f"must be zero to {OVERLAP_MAX.days} days")
     record = await find_api_key(session, api_key)
     key = await _changeable(session, record)
+    if key.secret_hash is None:
+        raise InvalidValue("api_key", f"{key.prefix} has no secret to replace: it is bound")
     secret = new_secret(prefix=key.prefix)
     await session.execute(
         delete(SupersededSecret).where(
@@ -365,17 +415,18 @@ async def list_api_keys(
     return [_key_record(*row) for row in await session.execute(query)]
 
 
-def _select_keys() -> Select[ApiKey, Project, str, datetime, datetime]:
+def _select_keys() -> Select[ApiKey, Project, str, datetime, datetime, ApiKeyOwner]:
     overlap = (
         select(func.max(SupersededSecret.expires_at))
         .where(SupersededSecret.api_key_id == ApiKey.id, SupersededSecret.expires_at > func.now())
         .scalar_subquery()
     )
     return (
-        select(ApiKey, Project, Organization.name, overlap, ApiKeyUse.last_used_at)
+        select(ApiKey, Project, Organization.name, overlap, ApiKeyUse.last_used_at, ApiKeyOwner)
         .join(Project, Project.id == ApiKey.project_id)
         .join(Organization, Organization.id == Project.organization_id)
         .outerjoin(ApiKeyUse, ApiKeyUse.api_key_id == ApiKey.id)
+        .outerjoin(ApiKeyOwner, ApiKeyOwner.api_key_id == ApiKey.id)
     )
 
 
@@ -385,10 +436,13 @@ def _key_record(
     organization_name: str,
     overlap_ends_at: datetime | None,
     last_used_at: datetime | None,
+    owner: ApiKeyOwner | None,
 ) -> KeyRecord:
     return record_of(
         KeyRecord,
         key,
+        is_bound=key.secret_hash is None,
+        owner=NO_OWNER if owner is None else record_of(KeyOwner, owner),
         organization_id=project.organization_id,
         organization_name=organization_name,
         project_name=project.name,

@@ -1,6 +1,8 @@
-"""Authentication of callers by the secrets of API keys.
+"""Authentication of callers by the secrets of API keys, or by a bound key, which has no secret.
 
-A secret is shown once, at its creation; only its SHA-256 is stored.
+A secret is shown once, at its creation; only its SHA-256 is stored. A bound key acts for a caller
+that is known by other means, such as a person who has signed in: nothing that a caller can send
+authenticates it.
 """
 
 from __future__ import annotations
@@ -15,14 +17,26 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Double, Select, bindparam, cast, func, or_, select
+from sqlalchemy import (
+    Double,
+    Row,
+    Select,
+    and_,
+    bindparam,
+    cast,
+    func,
+    or_,
+    select,
+)
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
 from metering.core.errors import KeyInvalid
 from metering.core.models import (
     ApiKey,
+    ApiKeyOwner,
     Organization,
+    Person,
     Project,
     SupersededSecret,
     Suspension,
@@ -41,6 +55,10 @@ SECRET_FORM = re.compile(
     rf"wk_[a-z0-9]{{{PREFIX_LENGTH}}}_[0-9A-Za-z]{{{SECRET_LENGTH}}}", re.ASCII
 )
 
+BOUND_KEY_INVALID = (
+    "The key that acts for you in this organization is revoked or expired. Ask an administrator of"
+    " the organization for access."
+)
 PREFIX_FORM = re.compile(rf"wk_[a-z0-9]{{{PREFIX_LENGTH}}}", re.ASCII)
 
 
@@ -72,9 +90,10 @@ class Principal:
     `networks` are the allowed ones, empty for all. `bounds` limit the tokens of one request.
     `expires_at` is the key's, whichever secret is used. `address` is the client's, determined by
     the listener; None if unknown. `secret_hash` is that of the secret used in this call; a rotated
-    key has several. `terms` are those of the key; `scopes` (with the role, as `authority_of`
-    returns them), `models`, `networks` and `bounds` have parts of them in the form that requests
-    look up.
+    key has several, a bound key none. `person_id` is that of the person the key belongs to; None if
+    it belongs to no person. `terms` are those of the key; `scopes` (with the role, as
+    `authority_of` returns them), `models`, `networks` and `bounds` have parts of them in the form
+    that requests look up.
     """
 
     api_key_id: uuid.UUID
@@ -90,6 +109,7 @@ class Principal:
     terms: KeyTerms = DEFAULT_TERMS
     expires_at: datetime | None = None
     suspended: Suspended | None = None
+    person_id: uuid.UUID | None = None
     address: Address | None = field(default=None, compare=False)
     secret_hash: bytes = field(default=b"", compare=False, repr=False)
 
@@ -130,14 +150,25 @@ def model_allowed(models: Collection[str], requested: str) -> bool:
     return not models or requested in models or requested.partition("@")[0] in models
 
 
-def select_principal() -> Select[Any]:
-    """Build the query for the principal of a valid secret, by its hash."""
+def select_principal(*, is_bound: bool) -> Select[Any]:
+    """Build the query for the principal of a valid secret, by its hash.
+
+    With `is_bound`, it is that of a valid key without a secret, by its id.
+    """
     replaced = (
         select(SupersededSecret)
         .where(SupersededSecret.secret_hash == bindparam("secret_hash"))
         .subquery()
     )
-    ends_at = func.least(ApiKey.expires_at, replaced.c.expires_at)  # ignores NULLs
+    ends_at = func.least(ApiKey.expires_at)
+    if is_bound:
+        identified = and_(ApiKey.id == bindparam("api_key_id"), ApiKey.secret_hash.is_(None))
+    else:
+        ends_at = func.least(ApiKey.expires_at, replaced.c.expires_at)  # ignores NULLs
+        identified = or_(
+            ApiKey.secret_hash == bindparam("secret_hash"),
+            ApiKey.id == select(replaced.c.api_key_id).scalar_subquery(),
+        )
     suspension, either = aliased(Suspension), aliased(Suspension)
     of_owner = (
         select(either.id)
@@ -149,7 +180,7 @@ def select_principal() -> Select[Any]:
         .limit(1)
         .correlate(Project)
     )
-    return (
+    query = (
         select(
             ApiKey.id,
             ApiKey.prefix,
@@ -162,38 +193,56 @@ def select_principal() -> Select[Any]:
             suspension.project_id.is_(None).label("of_organization"),
             suspension.reason.label("suspension_reason"),
             suspension.by_operator,
+            ApiKeyOwner.person_id,
         )
         .join(Project, Project.id == ApiKey.project_id)
         .join(Organization, Organization.id == Project.organization_id)
         .outerjoin(suspension, suspension.id == of_owner.scalar_subquery())
-        .outerjoin(replaced, replaced.c.api_key_id == ApiKey.id)
+        .outerjoin(ApiKeyOwner, ApiKeyOwner.api_key_id == ApiKey.id)
+        .outerjoin(Person, Person.id == ApiKeyOwner.person_id)
         .where(
-            or_(
-                ApiKey.secret_hash == bindparam("secret_hash"),
-                ApiKey.id == select(replaced.c.api_key_id).scalar_subquery(),
-            ),
+            identified,
             ApiKey.revoked_at.is_(None),
+            Person.deactivated_at.is_(None),
             or_(ends_at.is_(None), ends_at > func.now()),
         )
     )
+    return query if is_bound else query.outerjoin(replaced, replaced.c.api_key_id == ApiKey.id)
 
 
 # Built once: building it per call took as long as the query.
-PRINCIPAL_OF_SECRET = select_principal()
+PRINCIPAL_OF_SECRET = select_principal(is_bound=False)
+PRINCIPAL_OF_BOUND_KEY = select_principal(is_bound=True)
 
 
 async def authenticate(session: AsyncSession, secret: str) -> Principal:
     """Return the principal of a secret that is valid by the database's clock. Raises: KeyInvalid.
 
     Unknown, revoked and expired secrets take equal time: one statement handles all, comparing
-    SHA-256 hashes by index.
+    SHA-256 hashes by index. Keys of deactivated persons are refused like them.
     """
-    refusal = KeyInvalid()
     if SECRET_FORM.fullmatch(secret) is None:
-        raise refusal
-    result = await session.execute(PRINCIPAL_OF_SECRET, {"secret_hash": hash_of(secret)})
+        raise KeyInvalid()
+    secret_hash = hash_of(secret)
+    result = await session.execute(PRINCIPAL_OF_SECRET, {"secret_hash": secret_hash})
     if (row := result.one_or_none()) is None:
-        raise refusal
+        raise KeyInvalid()
+    return _principal(row, secret_hash)
+
+
+async def authenticate_bound(session: AsyncSession, api_key_id: uuid.UUID) -> Principal:
+    """Return the principal of a bound key that is valid by the database's clock.
+
+    The caller has proved by other means whom the key acts for. Raises: KeyInvalid, for a key that
+    has a secret as well.
+    """
+    result = await session.execute(PRINCIPAL_OF_BOUND_KEY, {"api_key_id": api_key_id})
+    if (row := result.one_or_none()) is None:
+        raise KeyInvalid(BOUND_KEY_INVALID)
+    return _principal(row, b"")
+
+
+def _principal(row: Row[Any], secret_hash: bytes) -> Principal:
     return record_of(
         Principal,
         row,
@@ -204,7 +253,7 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
         bounds=TokenBounds(row.max_input_tokens, row.max_output_tokens),
         terms=record_of(KeyTerms, row),
         networks=networks_of(tuple(row.allowed_networks)),
-        secret_hash=hash_of(secret),
+        secret_hash=secret_hash,
         suspended=(
             None
             if row.suspension_reason is None

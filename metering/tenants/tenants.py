@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, NotFound
-from metering.core.models import ApiKey, Organization, Project
+from metering.core.models import Organization, Project
 from metering.core.money import checked_currency
 
 Owner = TypeVar("Owner", Organization, Project)
@@ -162,7 +162,7 @@ def checked_name(name: str) -> str:
 
 
 async def record_creation(
-    session: AsyncSession, actor: str, action: str, row: Organization | Project | ApiKey
+    session: AsyncSession, actor: str, action: str, row: Organization | Project
 ) -> None:
     await record_change(
         session,

@@ -13,11 +13,12 @@ from api.access import auth
 from api.access import auth as key_changes
 from api.access.auth import Authenticator
 from api.core.addresses import Origin
+from api.core.errors import AddressNotAllowed, OrganizationSuspended, PermissionDenied
 from api.core.interceptor import METHOD
 from metering.core.errors import DatabaseUnavailable, KeyInvalid
 from metering.store.db import create_engine, create_sessions
-from metering.tenants.authentication import Principal
-from metering.tenants.networks import parse_address
+from metering.tenants.authentication import Principal, Suspended, authenticate
+from metering.tenants.networks import networks_of, parse_address
 
 SECRET = "wk_12345678_" + "a" * 43
 ALICE = Principal(
@@ -233,3 +234,77 @@ async def test_a_caller_of_shared_work_may_leave(monkeypatch: pytest.MonkeyPatch
         keys.requested[-1].set()
 
     assert (first.cancelled(), second.cancelled(), third.result()) == (True, True, ALICE)
+
+
+class BoundKeys:
+    """Database of one bound key."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.principal: Principal | None = replace(
+            ALICE, networks=networks_of(("192.0.2.0/24",)), scopes=frozenset({"role:viewer"})
+        )
+        self.lookup_count = 0
+        monkeypatch.setattr(auth, "authenticate_bound", self._authenticate)
+        sessions = create_sessions(create_engine("postgresql://nobody@localhost/nothing"))
+        self.authenticator = Authenticator(sessions, failures_per_minute=3)
+
+    async def _authenticate(self, session: Any, api_key_id: uuid.UUID) -> Principal:
+        assert api_key_id == ALICE.api_key_id
+        self.lookup_count += 1
+        if self.principal is None:
+            raise KeyInvalid
+        return self.principal
+
+    async def call(
+        self,
+        method: str = "/weir.v1.AdminService/ListApiKeys",
+        address: str = "192.0.2.1",
+        age_max_s: float = 0.0,
+    ) -> Principal:
+        origin = Origin(f"ipv4:{address}:1", parse_address(address))
+        return await self.authenticator.principal_of_bound_key(
+            ALICE.api_key_id, method=method, origin=origin, age_max_s=age_max_s
+        )
+
+
+async def test_a_bound_key_is_checked_like_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = BoundKeys(monkeypatch)
+
+    found = await keys.call()
+
+    assert (found.api_key_id, str(found.address)) == (ALICE.api_key_id, "192.0.2.1")
+    with pytest.raises(AddressNotAllowed):
+        await keys.call(address="198.51.100.7")
+    with pytest.raises(PermissionDenied, match=r"keys\.create"):
+        await keys.call("/weir.v1.AdminService/CreateApiKey")
+    suspended = Suspended(of_organization=True, reason="unpaid", by_operator=True)
+    keys.principal = replace(ALICE, suspended=suspended)
+    with pytest.raises(OrganizationSuspended, match="unpaid"):
+        await keys.call("/weir.v1.InferenceService/GetQuota")
+
+
+async def test_a_bound_key_is_remembered_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = BoundKeys(monkeypatch)
+    for _ in range(3):
+        await keys.call(age_max_s=1.0)
+    assert keys.lookup_count == 1
+
+    keys.authenticator.changed(ALICE.api_key_id, is_revoked=True)
+    keys.principal = None
+
+    with pytest.raises(KeyInvalid):
+        await keys.call(age_max_s=1.0)
+
+
+async def test_the_id_of_a_bound_key_is_not_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered of the key does not serve a caller that sends its id."""
+    keys = BoundKeys(monkeypatch)
+    await keys.call()
+    monkeypatch.setattr(auth, "authenticate", authenticate)
+    origin = Origin("ipv4:192.0.2.1:1", parse_address("192.0.2.1"))
+
+    for secret in (str(ALICE.api_key_id), ALICE.key_prefix, ALICE.api_key_id.bytes.hex()):
+        with pytest.raises(KeyInvalid):
+            await keys.authenticator.principal_of(
+                secret, method="/weir.v1.AdminService/ListApiKeys", origin=origin, age_max_s=9.0
+            )

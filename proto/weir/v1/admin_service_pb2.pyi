@@ -179,6 +179,10 @@ class ApiKey(_message.Message):
     STRICT_PARAMETERS_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    IS_BOUND_FIELD_NUMBER: _builtins.int
+    PERSON_ID_FIELD_NUMBER: _builtins.int
+    SERVICE_ACCOUNT_ID_FIELD_NUMBER: _builtins.int
+    CREATOR_ID_FIELD_NUMBER: _builtins.int
     api_key_id: _builtins.str
     """Server-generated UUID."""
     project_id: _builtins.str
@@ -214,6 +218,16 @@ class ApiKey(_message.Message):
     """Role of the key in its organization: "owner", "admin", "developer", "finance" or "viewer". It
     permits calls beside those of the scopes. Empty: none.
     """
+    is_bound: _builtins.bool
+    """True for a key without a secret: it acts for a member who has signed in, or for callers whose
+    tokens are trusted. No secret authenticates it, and it cannot be rotated.
+    """
+    person_id: _builtins.str
+    """The person whom the key belongs to. It ends with the person's membership. Empty: none."""
+    service_account_id: _builtins.str
+    """The service account that the key belongs to. Empty: none."""
+    creator_id: _builtins.str
+    """The person who created the key. Empty: a key without a person, or the service itself."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Permissions: "inference", "admin", "billing"."""
@@ -281,10 +295,14 @@ class ApiKey(_message.Message):
         strict_parameters: _builtins.bool = ...,
         group: _builtins.str = ...,
         role: _builtins.str = ...,
+        is_bound: _builtins.bool = ...,
+        person_id: _builtins.str = ...,
+        service_account_id: _builtins.str = ...,
+        creator_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "overlap_end_time", b"overlap_end_time", "revoke_time", b"revoke_time", "use_tracked_since_time", b"use_tracked_since_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "group", b"group", "last_use_time", b"last_use_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization_id", b"organization_id", "organization_name", b"organization_name", "overlap_end_time", b"overlap_end_time", "prefix", b"prefix", "project_id", b"project_id", "project_name", b"project_name", "revoke_time", b"revoke_time", "role", b"role", "scopes", b"scopes", "strict_parameters", b"strict_parameters", "use_tracked_since_time", b"use_tracked_since_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "api_key_id", b"api_key_id", "create_time", b"create_time", "creator_id", b"creator_id", "expire_time", b"expire_time", "group", b"group", "is_bound", b"is_bound", "last_use_time", b"last_use_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization_id", b"organization_id", "organization_name", b"organization_name", "overlap_end_time", b"overlap_end_time", "person_id", b"person_id", "prefix", b"prefix", "project_id", b"project_id", "project_name", b"project_name", "revoke_time", b"revoke_time", "role", b"role", "scopes", b"scopes", "service_account_id", b"service_account_id", "strict_parameters", b"strict_parameters", "use_tracked_since_time", b"use_tracked_since_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

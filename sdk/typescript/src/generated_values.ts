@@ -1268,6 +1268,17 @@ export interface ApiKey {
    * permits calls beside those of the scopes. Empty: none.
    */
   readonly role: string;
+  /**
+   * True for a key without a secret: it acts for a member who has signed in, or for callers whose
+   * tokens are trusted. No secret authenticates it, and it cannot be rotated.
+   */
+  readonly isBound: boolean;
+  /** The person whom the key belongs to. It ends with the person's membership. Empty: none. */
+  readonly personId: string;
+  /** The service account that the key belongs to. Empty: none. */
+  readonly serviceAccountId: string;
+  /** The person who created the key. Empty: a key without a person, or the service itself. */
+  readonly creatorId: string;
 }
 
 /** The key with its secret, which no later call returns. */

@@ -962,6 +962,10 @@ export function apiKey(
     strictParameters: value.strictParameters,
     group: value.group,
     role: value.role,
+    isBound: value.isBound,
+    personId: value.personId,
+    serviceAccountId: value.serviceAccountId,
+    creatorId: value.creatorId,
   };
 }
 

@@ -1343,6 +1343,15 @@ class ApiKey(Value):
     role: str = ""
     """Role of the key in its organization: "owner", "admin", "developer", "finance" or "viewer". It
     permits calls beside those of the scopes. Empty: none."""
+    is_bound: bool = False
+    """True for a key without a secret: it acts for a member who has signed in, or for callers whose
+    tokens are trusted. No secret authenticates it, and it cannot be rotated."""
+    person_id: str = ""
+    """The person whom the key belongs to. It ends with the person's membership. Empty: none."""
+    service_account_id: str = ""
+    """The service account that the key belongs to. Empty: none."""
+    creator_id: str = ""
+    """The person who created the key. Empty: a key without a person, or the service itself."""
 
 
 @dataclass(frozen=True, slots=True)
