@@ -35,6 +35,7 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
     "weir.v1.InferenceService": (
         allowed("models.use", MODELS, "Generate", "Embed", "CountTokens", "Quote", "ListModels"),
         allowed("own_usage.read", MODELS, "GetQuota", "GetGeneration", "GetOwnUsage"),
+        allowed("client_tokens.create", MODELS, "CreateClientToken", "RevokeClientTokens"),
     ),
     "weir.v1.AdminService": (
         allowed("organizations.create", OPERATOR, "CreateOrganization"),
@@ -73,6 +74,9 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
         ),
         allowed("configuration.apply", OPERATOR, "ApplyConfiguration", "ExportConfiguration"),
         allowed("end_users.erase", OPERATOR, "EraseEndUser"),
+        allowed("token_issuers.set", ADMINS, "CreateTokenIssuer", "DeleteTokenIssuer"),
+        allowed("token_issuers.read", MEMBERS, "ListTokenIssuers"),
+        allowed("tokens.revoke", ADMINS, "RevokeTokens"),
     ),
     "weir.v1.BillingService": (
         allowed("usage.read", READERS, "GetUsage"),

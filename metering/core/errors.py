@@ -146,14 +146,21 @@ class KeyInvalid(MeteringError):
 
 
 class TokenInvalid(KeyInvalid):
-    """The token of an issuer is not accepted; the text says why."""
+    """The token is not accepted; the text says why.
+
+    `origins` are those of pages that may read this, because the token is for them.
+    """
 
     reason = "TOKEN_INVALID"
 
     def __init__(
-        self, why: str, remedy: str = "Send a new one from your identity provider."
+        self,
+        why: str,
+        remedy: str = "Send a new one from your identity provider.",
+        origins: Sequence[str] = (),
     ) -> None:
         super().__init__(f"Your token is not accepted: {why}. {remedy}")
+        self.origins = tuple(origins)
 
 
 class KeyRevoked(MeteringError):

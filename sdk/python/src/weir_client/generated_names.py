@@ -18,7 +18,7 @@ MonthVerification Obstacle Organization PaymentState Plan PlanAssignment PlanLis
 Price PriceList PriceVersion Project QuotaDimension QuotaStatus QuotaSubject Quote Reconciliation
 RecordedRequest RefusedField Replica ReplicaDrain ReplicaList ReplicaRental ReplicaState
 RequestCounts RequestPhase ResalePrice ResaleStatement ResaleStatementFormat ResaleStatementLine
-RotatedApiKey ServedFleet SimulatedCustomer Stage Suspension Timings TokenKind TokenLogprob
-TokenLogprobs UndrainedReplica Usage UsageForecast UsageGrouping UsagePage UsageReport UsageRow
-UsageShare
+RotatedApiKey ServedFleet SimulatedCustomer Stage Suspension Timings TokenIssuer TokenKind
+TokenLogprob TokenLogprobs TokenProject UndrainedReplica Usage UsageForecast UsageGrouping UsagePage
+UsageReport UsageRow UsageShare
 """
