@@ -36,6 +36,7 @@ SCALARS = {
 NAMES = {
     "AppliedPrice.Source": "PriceSource",
     "ApplyConfigurationResponse": "AppliedConfiguration",
+    "AcceptInvitationResponse": "AcceptedInvitation",
     "ApplyFleetResponse": "AppliedFleet",
     "CloseMonthResponse": "ClosedMonth",
     "ConfigurationChange.Action": "ChangeAction",
@@ -51,6 +52,7 @@ NAMES = {
     "GetOwnUsageResponse": "UsageReport",
     "GetRequestResponse": "RecordedRequest",
     "GetUsageResponse": "UsagePage",
+    "InviteMemberResponse": "CreatedInvitation",
     "KillRequestResponse": "KilledRequest",
     "KillRequestResponse.Result": "KillResult",
     "ListLiveRequestsResponse": "LiveView",
@@ -60,6 +62,8 @@ NAMES = {
     "MonthDocumentFormat": "DocumentFormat",
     "PrepaidCreditSummary": "PrepaidCredit",
     "QuoteResponse": "Quote",
+    "RemoveMemberResponse": "RemovedMember",
+    "ResendInvitationResponse": "ResentInvitation",
     "RotateApiKeyResponse": "RotatedApiKey",
     "SetAlertWebhookResponse": "CreatedAlertWebhook",
     "UndrainReplicaResponse": "UndrainedReplica",
@@ -68,10 +72,10 @@ NAMES = {
 # Values that calls written by hand return or take; the others are found from the generated calls.
 ROOTS = (
     "Alert", "AuditEntry", "EndUser", "FinishReason", "Generation", "GetForecastResponse",
-    "GetOwnUsageResponse", "GetUsageResponse", "Invoice", "KeyRestrictions", "Model",
-    "MonthExportFormat", "Plan", "PlanAssignment", "ProgressFrame.Stage", "QuoteResponse",
+    "GetOwnUsageResponse", "GetUsageResponse", "Invitation", "Invoice", "KeyRestrictions", "Model",
+    "Member", "MonthExportFormat", "Plan", "PlanAssignment", "ProgressFrame.Stage", "QuoteResponse",
     "ResalePrice", "ResaleStatement", "ResaleStatementFormat", "ReplicaRental", "SimulatedCustomer",
-    "Timings",
+    "Person", "ServiceAccount", "Timings",
     "TokenLogprobs", "UsageGrouping",
 )  # fmt: skip
 # Values written by hand, and the modules that have them.
@@ -214,6 +218,18 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "GetFleet": "number?",
         "ApplyFleet": "document?",
         "ListFleetVersions": "",
+        "InviteMember": "organization email role",
+        "ResendInvitation": "invitation_id",
+        "RevokeInvitation": "invitation_id",
+        "AcceptInvitation": "display_name?",
+        "UpdateMember": "organization member role",
+        "RemoveMember": "organization member",
+        "CreateServiceAccount": "organization name",
+        "UpdateServiceAccount": "organization service_account role",
+        "DeleteServiceAccount": "organization service_account",
+        "UpdatePerson": "person display_name",
+        "DeactivatePerson": "person",
+        "ReactivatePerson": "person",
     },
     "BillingService": {
         "GetMonthReport": "organization month",
@@ -234,7 +250,10 @@ CALLS: Mapping[str, Mapping[str, str]] = {
     },
 }
 # Never sent twice by the client itself: only the first response has the secrets.
-ONCE = frozenset({"CreateApiKey", "RotateApiKey", "ApplyConfiguration"})
+ONCE = frozenset({
+    "CreateApiKey", "RotateApiKey", "ApplyConfiguration", "InviteMember", "ResendInvitation",
+    "AcceptInvitation",
+})  # fmt: skip
 # Responses of which one field is the result.
 RESULTS = {
     "CreateOrganization": "organization",

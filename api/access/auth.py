@@ -234,8 +234,13 @@ class Authenticator:
 
         Raises the errors of `principal_of`, and Unauthenticated if the call has no secret.
         """
-        origin = self.proxies.origin(context.peer(), metadata_values(context, FORWARDED_FOR))
-        return await self.principal_of(bearer_token(context), method=METHOD.get(), origin=origin)
+        return await self.principal_of(
+            bearer_token(context), method=METHOD.get(), origin=self.origin_of(context)
+        )
+
+    def origin_of(self, context: Context) -> Origin:
+        """Return where a gRPC call comes from."""
+        return self.proxies.origin(context.peer(), metadata_values(context, FORWARDED_FOR))
 
     async def wait_for_share(self, principal: Principal) -> None:
         """Wait until the principal's rate limit permits this call; a call waits only once.

@@ -28,6 +28,7 @@ RESELLERS = FINANCE | {Role.BILLING}
 BILL_READERS = ADMINS | RESELLERS | {Role.VIEWER}
 READERS = BILL_READERS | {Role.DEVELOPER}
 MEMBERS = READERS - {Role.BILLING}
+INVITED = frozenset({Role.INVITED})
 
 
 # By service. The row of a new RPC is its name, beside the calls that need the same permission.
@@ -74,6 +75,25 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
         ),
         allowed("configuration.apply", OPERATOR, "ApplyConfiguration", "ExportConfiguration"),
         allowed("end_users.erase", OPERATOR, "EraseEndUser"),
+        allowed("members.read", MEMBERS, "ListMembers"),
+        allowed(
+            "members.change",
+            ADMINS,
+            *("InviteMember", "ListInvitations", "ResendInvitation", "RevokeInvitation"),
+            *("UpdateMember", "RemoveMember"),
+        ),
+        allowed("invitations.accept", INVITED, "AcceptInvitation"),
+        allowed("service_accounts.read", MEMBERS, "ListServiceAccounts"),
+        allowed(
+            "service_accounts.change",
+            ADMINS,
+            *("CreateServiceAccount", "UpdateServiceAccount", "DeleteServiceAccount"),
+        ),
+        allowed(
+            "persons.change",
+            OPERATOR,
+            *("ListPersons", "UpdatePerson", "DeactivatePerson", "ReactivatePerson"),
+        ),
         allowed("token_issuers.set", ADMINS, "CreateTokenIssuer", "DeleteTokenIssuer"),
         allowed("token_issuers.read", MEMBERS, "ListTokenIssuers"),
         allowed("tokens.revoke", ADMINS, "RevokeTokens"),

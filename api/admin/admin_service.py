@@ -31,6 +31,13 @@ from api.access.servicer import (
 from api.admin.configuration_calls import ConfigurationCalls, InThread, at_once, json_text
 from api.admin.fleet_calls import FleetCalls, version_message
 from api.admin.live_calls import LiveCalls, ReplicaCalls
+from api.admin.member_calls import (
+    InvitationCalls,
+    MemberCalls,
+    MemberReads,
+    PersonCalls,
+    ServiceAccountCalls,
+)
 from api.admin.price_calls import (
     PlanCalls,
     PriceCalls,
@@ -64,6 +71,7 @@ from metering.quotas.quota_states import subject_names
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
 from metering.tenants.api_keys import list_api_keys, subject_ids
+from metering.tenants.members import person_id_of
 from metering.tenants.token_issuers import list_token_issuers
 
 
@@ -128,14 +136,21 @@ async def audit_entries(
     session: AsyncSession,
     *,
     subject: str,
+    actor: str,
     start_time: datetime | None = None,
     end_time: datetime | None = None,
     **filters: Any,
 ) -> Sequence[tuple[AuditEntry, Mapping[str, str]]]:
     """List entries of the audit log about a subject, each with the display names of ids in it."""
     ids = await subject_ids(session, subject) if subject else None
+    person_id = await person_id_of(session, actor) if actor else None
     entries = await audit.list_audit_entries(
-        session, subject_ids=ids, start_at=start_time, end_at=end_time, **filters
+        session,
+        subject_ids=ids,
+        actor=person_id or actor,
+        start_at=start_time,
+        end_at=end_time,
+        **filters,
     )
     known = [audit.referred_ids(entry) for entry in entries]
     names = await subject_names(session, set().union(*known))
@@ -186,6 +201,11 @@ class AdminServicer(
     LiveCalls,
     ReplicaCalls,
     FleetCalls,
+    InvitationCalls,
+    MemberCalls,
+    ServiceAccountCalls,
+    PersonCalls,
+    MemberReads,
     TokenCalls,
     AdminReads,
     pb_grpc.AdminServiceServicer,

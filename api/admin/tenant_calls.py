@@ -14,6 +14,7 @@ from api.access.permissions import check_may_give, check_permissions
 from api.access.roles import is_operator
 from api.access.servicer import AuthenticatedServicer, CallerTransaction, once, removed
 from api.admin.configuration_calls import quota_key, stated_terms
+from api.admin.member_calls import check_rotates, owner_of_new_key
 from api.core import wire
 from api.core.interceptor import Context
 from api.core.messages import effective_quota_statuses, parse_billing_profile, quota_status
@@ -202,10 +203,8 @@ class TenantCalls(AuthenticatedServicer):
         if earlier:
             key = await api_keys.find_api_key(session, earlier)
         else:
-            terms, lifetime = (
-                self._terms(request)(KeyTerms()),
-                wire.given_duration(request, "lifetime"),
-            )
+            owner, terms = await owner_of_new_key(acting, request, self._terms(request)(KeyTerms()))
+            lifetime = wire.given_duration(request, "lifetime")
             expires_at = None
             if lifetime is not None:
                 expires_at = await database_now(session) + api_keys.checked_lifetime(lifetime)
@@ -217,6 +216,7 @@ class TenantCalls(AuthenticatedServicer):
                 name=request.name,
                 terms=terms,
                 lifetime=lifetime,
+                owner=owner,
                 allow_existing=request.allow_existing,
                 actor=acting.actor,
             )
@@ -235,6 +235,7 @@ class TenantCalls(AuthenticatedServicer):
             ends_at = key.overlap_ends_at
         else:
             present = await self._present(acting, request.api_key)
+            check_rotates(acting.principal, present)
             check_may_give(acting.principal, present, present.expires_at)
             key, secret, ends_at = await api_keys.rotate_api_key(
                 acting.session,

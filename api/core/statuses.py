@@ -54,6 +54,7 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
         errors.Unauthenticated,
         errors.KeyRevokedMidway,
         metering_errors.KeyInvalid,
+        metering_errors.InvitationInvalid,
         metering_errors.TokenInvalid,
     ),
     code_pb2.PERMISSION_DENIED: (
@@ -114,6 +115,7 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
         metering_errors.BillingDetailsMissing,
         metering_errors.PriceMissing,
         metering_errors.KeyRevoked,
+        metering_errors.LastOwner,
         metering_errors.MonthClosed,
         metering_errors.MonthNotClosable,
         metering_errors.MonthOpen,

@@ -15,8 +15,11 @@ from metering.core.models import AuditEntry, Base
 from metering.core.pages import check_page_size
 
 # References of a row to its owners.
-OWNER_COLUMNS = ("subject_id", "within_id", "organization_id", "project_id", "api_key_id")
-UNLOGGED = frozenset({"secret_hash", "secret"})  # columns that must not be logged
+OWNER_COLUMNS = (
+    *("subject_id", "within_id", "organization_id", "project_id", "api_key_id"),
+    *("person_id", "service_account_id"),
+)
+UNLOGGED = frozenset({"secret_hash", "secret", "token_hash"})  # columns that must not be logged
 
 Snapshot = dict[str, Any]
 
@@ -51,7 +54,7 @@ async def list_audit_entries(
     page_size: int = 100,
     before_entry_id: int = 0,
     subject_ids: Collection[str] | None = None,
-    actor: str = "",
+    actor: str | uuid.UUID = "",
     action_prefix: str = "",
     start_at: datetime | None = None,
     end_at: datetime | None = None,
@@ -59,7 +62,8 @@ async def list_audit_entries(
     """List audit entries, the newest first.
 
     `before_entry_id` lists only entries with lower ids; 0 starts with the newest. `subject_ids`
-    selects changes of these objects and of objects that refer to them (`OWNER_COLUMNS`).
+    selects changes of these objects and of objects that refer to them (`OWNER_COLUMNS`). `actor`
+    selects the changes of a key by prefix, or of a person by id.
     `action_prefix` is a prefix such as "api_key.". `start_at` is inclusive, `end_at` exclusive.
     Raises: InvalidValue.
     """
@@ -80,7 +84,10 @@ async def list_audit_entries(
             )
         )
     if actor:
-        query = query.where(AuditEntry.actor == actor)
+        is_person = isinstance(actor, uuid.UUID)
+        query = query.where(
+            (AuditEntry.actor_person_id if is_person else AuditEntry.actor) == actor
+        )
     if action_prefix:
         query = query.where(AuditEntry.action.startswith(action_prefix, autoescape=True))
     if start_at is not None:
@@ -93,7 +100,11 @@ async def list_audit_entries(
 def referred_ids(entry: AuditEntry) -> set[uuid.UUID]:
     """Collect the ids of the object of an entry and of its owners, before and after the change."""
     states = [state for state in (entry.before, entry.after) if isinstance(state, dict)]
-    texts = [entry.subject_id, *(state.get(each) for state in states for each in OWNER_COLUMNS)]
+    texts = [
+        entry.subject_id,
+        entry.actor_person_id,
+        *(state.get(each) for state in states for each in OWNER_COLUMNS),
+    ]
     found = set()
     for each in texts:
         with contextlib.suppress(ValueError):

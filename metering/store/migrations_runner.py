@@ -70,6 +70,7 @@ UPDATED = frozenset(
         "document_series",
         "export_progress",
         "holds",
+        "invitations",
         "launched_replicas",
         "live_reports",
         "memberships",

@@ -935,6 +935,8 @@ class CreateApiKeyRequest(_message.Message):
     STRICT_PARAMETERS_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    SERVICE_ACCOUNT_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of the organization. Unknown: NOT_FOUND."""
     project: _builtins.str
@@ -958,6 +960,14 @@ class CreateApiKeyRequest(_message.Message):
     role: _builtins.str
     """See `ApiKey.role`. With the scopes "admin" or "billing": INVALID_ARGUMENT. A role or a right
     that the calling key does not have: PERMISSION_DENIED with the reason ROLE_EXCEEDED.
+    """
+    service_account: _builtins.str
+    """Name or id of the service account that the key belongs to; it has that role. Unknown:
+    NOT_FOUND.
+    """
+    own: _builtins.bool
+    """The key belongs to the person who makes this call; it has no role, or that of the person. A
+    caller without a person: INVALID_ARGUMENT.
     """
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -992,10 +1002,12 @@ class CreateApiKeyRequest(_message.Message):
         strict_parameters: _builtins.bool = ...,
         group: _builtins.str = ...,
         role: _builtins.str = ...,
+        service_account: _builtins.str = ...,
+        own: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lifetime", b"lifetime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_existing", b"allow_existing", "allowed_networks", b"allowed_networks", "group", b"group", "lifetime", b"lifetime", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization", b"organization", "project", b"project", "request_id", b"request_id", "role", b"role", "scopes", b"scopes", "strict_parameters", b"strict_parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_existing", b"allow_existing", "allowed_networks", b"allowed_networks", "group", b"group", "lifetime", b"lifetime", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization", b"organization", "own", b"own", "project", b"project", "request_id", b"request_id", "role", b"role", "scopes", b"scopes", "service_account", b"service_account", "strict_parameters", b"strict_parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1806,7 +1818,7 @@ class ListAuditEntriesRequest(_message.Message):
     including its limits; or any id.
     """
     actor: _builtins.str
-    """Only changes by this key, by prefix; or "system"."""
+    """Only changes by this key, by prefix; by this person, by e-mail address or id; or by "system"."""
     action_prefix: _builtins.str
     """Only actions with this prefix, for example "api_key."."""
     @_builtins.property
@@ -1896,6 +1908,8 @@ class AuditEntry(_message.Message):
     NAMES_FIELD_NUMBER: _builtins.int
     ACTOR_ROLE_FIELD_NUMBER: _builtins.int
     ACTOR_ORGANIZATION_ID_FIELD_NUMBER: _builtins.int
+    ACTOR_PERSON_ID_FIELD_NUMBER: _builtins.int
+    ACTOR_ADDRESS_FIELD_NUMBER: _builtins.int
     entry_id: _builtins.int
     """Increases with time, so that it orders entries and begins the next page."""
     actor: _builtins.str
@@ -1914,14 +1928,20 @@ class AuditEntry(_message.Message):
     """
     actor_organization_id: _builtins.str
     """Id of the organization of that key. Empty with `actor_role`."""
+    actor_person_id: _builtins.str
+    """Id of the person whom that key belongs to. `names` has the name of the person, unless it is the
+    operator's. Empty: no person.
+    """
+    actor_address: _builtins.str
+    """Network address that the change came from. Empty: it was not a call, or came by a local socket."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """Time of the change."""
 
     @_builtins.property
     def names(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Display names of the organizations, projects, keys, end users and labels that the entry refers
-        to, by id, as they are now. An erased end user has none.
+        """Display names of the organizations, projects, keys, persons, service accounts, end users and
+        labels that the entry refers to, by id, as they are now. An erased end user has none.
         """
 
     def __init__(
@@ -1937,10 +1957,12 @@ class AuditEntry(_message.Message):
         names: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         actor_role: _builtins.str = ...,
         actor_organization_id: _builtins.str = ...,
+        actor_person_id: _builtins.str = ...,
+        actor_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "actor", b"actor", "actor_organization_id", b"actor_organization_id", "actor_role", b"actor_role", "after_json", b"after_json", "before_json", b"before_json", "create_time", b"create_time", "entry_id", b"entry_id", "names", b"names", "subject_id", b"subject_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "actor", b"actor", "actor_address", b"actor_address", "actor_organization_id", b"actor_organization_id", "actor_person_id", b"actor_person_id", "actor_role", b"actor_role", "after_json", b"after_json", "before_json", b"before_json", "create_time", b"create_time", "entry_id", b"entry_id", "names", b"names", "subject_id", b"subject_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

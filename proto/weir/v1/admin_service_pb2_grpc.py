@@ -8,6 +8,7 @@ from weir.v1 import alerts_pb2 as weir_dot_v1_dot_alerts__pb2
 from weir.v1 import configuration_pb2 as weir_dot_v1_dot_configuration__pb2
 from weir.v1 import fleet_pb2 as weir_dot_v1_dot_fleet__pb2
 from weir.v1 import live_requests_pb2 as weir_dot_v1_dot_live__requests__pb2
+from weir.v1 import members_pb2 as weir_dot_v1_dot_members__pb2
 from weir.v1 import plans_pb2 as weir_dot_v1_dot_plans__pb2
 from weir.v1 import prices_pb2 as weir_dot_v1_dot_prices__pb2
 from weir.v1 import replicas_pb2 as weir_dot_v1_dot_replicas__pb2
@@ -298,6 +299,86 @@ class AdminServiceStub:
                 '/weir.v1.AdminService/EraseEndUser',
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.EraseEndUserRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.EraseEndUserResponse.FromString,
+                _registered_method=True)
+        self.InviteMember = channel.unary_unary(
+                '/weir.v1.AdminService/InviteMember',
+                request_serializer=weir_dot_v1_dot_members__pb2.InviteMemberRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.InviteMemberResponse.FromString,
+                _registered_method=True)
+        self.ListInvitations = channel.unary_unary(
+                '/weir.v1.AdminService/ListInvitations',
+                request_serializer=weir_dot_v1_dot_members__pb2.ListInvitationsRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.ListInvitationsResponse.FromString,
+                _registered_method=True)
+        self.ResendInvitation = channel.unary_unary(
+                '/weir.v1.AdminService/ResendInvitation',
+                request_serializer=weir_dot_v1_dot_members__pb2.ResendInvitationRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.ResendInvitationResponse.FromString,
+                _registered_method=True)
+        self.RevokeInvitation = channel.unary_unary(
+                '/weir.v1.AdminService/RevokeInvitation',
+                request_serializer=weir_dot_v1_dot_members__pb2.RevokeInvitationRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.RevokeInvitationResponse.FromString,
+                _registered_method=True)
+        self.AcceptInvitation = channel.unary_unary(
+                '/weir.v1.AdminService/AcceptInvitation',
+                request_serializer=weir_dot_v1_dot_members__pb2.AcceptInvitationRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.AcceptInvitationResponse.FromString,
+                _registered_method=True)
+        self.ListMembers = channel.unary_unary(
+                '/weir.v1.AdminService/ListMembers',
+                request_serializer=weir_dot_v1_dot_members__pb2.ListMembersRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.ListMembersResponse.FromString,
+                _registered_method=True)
+        self.UpdateMember = channel.unary_unary(
+                '/weir.v1.AdminService/UpdateMember',
+                request_serializer=weir_dot_v1_dot_members__pb2.UpdateMemberRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.UpdateMemberResponse.FromString,
+                _registered_method=True)
+        self.RemoveMember = channel.unary_unary(
+                '/weir.v1.AdminService/RemoveMember',
+                request_serializer=weir_dot_v1_dot_members__pb2.RemoveMemberRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.RemoveMemberResponse.FromString,
+                _registered_method=True)
+        self.CreateServiceAccount = channel.unary_unary(
+                '/weir.v1.AdminService/CreateServiceAccount',
+                request_serializer=weir_dot_v1_dot_members__pb2.CreateServiceAccountRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.CreateServiceAccountResponse.FromString,
+                _registered_method=True)
+        self.UpdateServiceAccount = channel.unary_unary(
+                '/weir.v1.AdminService/UpdateServiceAccount',
+                request_serializer=weir_dot_v1_dot_members__pb2.UpdateServiceAccountRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.UpdateServiceAccountResponse.FromString,
+                _registered_method=True)
+        self.DeleteServiceAccount = channel.unary_unary(
+                '/weir.v1.AdminService/DeleteServiceAccount',
+                request_serializer=weir_dot_v1_dot_members__pb2.DeleteServiceAccountRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.DeleteServiceAccountResponse.FromString,
+                _registered_method=True)
+        self.ListServiceAccounts = channel.unary_unary(
+                '/weir.v1.AdminService/ListServiceAccounts',
+                request_serializer=weir_dot_v1_dot_members__pb2.ListServiceAccountsRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.ListServiceAccountsResponse.FromString,
+                _registered_method=True)
+        self.ListPersons = channel.unary_unary(
+                '/weir.v1.AdminService/ListPersons',
+                request_serializer=weir_dot_v1_dot_members__pb2.ListPersonsRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.ListPersonsResponse.FromString,
+                _registered_method=True)
+        self.UpdatePerson = channel.unary_unary(
+                '/weir.v1.AdminService/UpdatePerson',
+                request_serializer=weir_dot_v1_dot_members__pb2.UpdatePersonRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.UpdatePersonResponse.FromString,
+                _registered_method=True)
+        self.DeactivatePerson = channel.unary_unary(
+                '/weir.v1.AdminService/DeactivatePerson',
+                request_serializer=weir_dot_v1_dot_members__pb2.DeactivatePersonRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.DeactivatePersonResponse.FromString,
+                _registered_method=True)
+        self.ReactivatePerson = channel.unary_unary(
+                '/weir.v1.AdminService/ReactivatePerson',
+                request_serializer=weir_dot_v1_dot_members__pb2.ReactivatePersonRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.ReactivatePersonResponse.FromString,
                 _registered_method=True)
         self.CreateTokenIssuer = channel.unary_unary(
                 '/weir.v1.AdminService/CreateTokenIssuer',
@@ -700,6 +781,121 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def InviteMember(self, request, context):
+        """Invites a person to an organization, with a token that works once. The token is returned only
+        in this response; nothing is sent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListInvitations(self, request, context):
+        """Lists the invitations of an organization that are neither accepted nor revoked.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResendInvitation(self, request, context):
+        """Gives an invitation a new token and a new end. The former token is refused from now on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeInvitation(self, request, context):
+        """Revokes an invitation: its token is refused from now on. NOT_FOUND if there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AcceptInvitation(self, request, context):
+        """Makes the caller a member. The bearer token of the call is that of the invitation: unknown,
+        used, revoked or expired, UNAUTHENTICATED with the reason INVITATION_INVALID.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListMembers(self, request, context):
+        """Lists the members of an organization.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateMember(self, request, context):
+        """Gives a member another role, at once on every server. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveMember(self, request, context):
+        """Removes a member, and revokes the keys that belong to the person. NOT_FOUND if there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateServiceAccount(self, request, context):
+        """Creates a service account: an owner of keys that no person's leave ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateServiceAccount(self, request, context):
+        """Gives a service account, and its keys, another role. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteServiceAccount(self, request, context):
+        """Deletes a service account and revokes its keys. NOT_FOUND if there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListServiceAccounts(self, request, context):
+        """Lists the service accounts of an organization by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPersons(self, request, context):
+        """Lists the persons of all organizations by e-mail address.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdatePerson(self, request, context):
+        """Changes the name of a person. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeactivatePerson(self, request, context):
+        """Refuses all keys of a person in every organization from now on, and ends its running requests.
+        Keys of service accounts go on. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReactivatePerson(self, request, context):
+        """Accepts the keys of a deactivated person again, as they were. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CreateTokenIssuer(self, request, context):
         """Trusts an issuer: its tokens authenticate callers of an organization from now on.
         """
@@ -981,6 +1177,86 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.EraseEndUser,
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.EraseEndUserRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.EraseEndUserResponse.SerializeToString,
+            ),
+            'InviteMember': grpc.unary_unary_rpc_method_handler(
+                    servicer.InviteMember,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.InviteMemberRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.InviteMemberResponse.SerializeToString,
+            ),
+            'ListInvitations': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListInvitations,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.ListInvitationsRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.ListInvitationsResponse.SerializeToString,
+            ),
+            'ResendInvitation': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResendInvitation,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.ResendInvitationRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.ResendInvitationResponse.SerializeToString,
+            ),
+            'RevokeInvitation': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeInvitation,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.RevokeInvitationRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.RevokeInvitationResponse.SerializeToString,
+            ),
+            'AcceptInvitation': grpc.unary_unary_rpc_method_handler(
+                    servicer.AcceptInvitation,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.AcceptInvitationRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.AcceptInvitationResponse.SerializeToString,
+            ),
+            'ListMembers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListMembers,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.ListMembersRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.ListMembersResponse.SerializeToString,
+            ),
+            'UpdateMember': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateMember,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.UpdateMemberRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.UpdateMemberResponse.SerializeToString,
+            ),
+            'RemoveMember': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveMember,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.RemoveMemberRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.RemoveMemberResponse.SerializeToString,
+            ),
+            'CreateServiceAccount': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateServiceAccount,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.CreateServiceAccountRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.CreateServiceAccountResponse.SerializeToString,
+            ),
+            'UpdateServiceAccount': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateServiceAccount,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.UpdateServiceAccountRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.UpdateServiceAccountResponse.SerializeToString,
+            ),
+            'DeleteServiceAccount': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteServiceAccount,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.DeleteServiceAccountRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.DeleteServiceAccountResponse.SerializeToString,
+            ),
+            'ListServiceAccounts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListServiceAccounts,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.ListServiceAccountsRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.ListServiceAccountsResponse.SerializeToString,
+            ),
+            'ListPersons': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPersons,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.ListPersonsRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.ListPersonsResponse.SerializeToString,
+            ),
+            'UpdatePerson': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdatePerson,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.UpdatePersonRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.UpdatePersonResponse.SerializeToString,
+            ),
+            'DeactivatePerson': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeactivatePerson,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.DeactivatePersonRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.DeactivatePersonResponse.SerializeToString,
+            ),
+            'ReactivatePerson': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReactivatePerson,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.ReactivatePersonRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.ReactivatePersonResponse.SerializeToString,
             ),
             'CreateTokenIssuer': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateTokenIssuer,
@@ -2360,6 +2636,438 @@ class AdminService:
             '/weir.v1.AdminService/EraseEndUser',
             weir_dot_v1_dot_admin__service__pb2.EraseEndUserRequest.SerializeToString,
             weir_dot_v1_dot_admin__service__pb2.EraseEndUserResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InviteMember(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/InviteMember',
+            weir_dot_v1_dot_members__pb2.InviteMemberRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.InviteMemberResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListInvitations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListInvitations',
+            weir_dot_v1_dot_members__pb2.ListInvitationsRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.ListInvitationsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResendInvitation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ResendInvitation',
+            weir_dot_v1_dot_members__pb2.ResendInvitationRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.ResendInvitationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeInvitation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/RevokeInvitation',
+            weir_dot_v1_dot_members__pb2.RevokeInvitationRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.RevokeInvitationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AcceptInvitation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/AcceptInvitation',
+            weir_dot_v1_dot_members__pb2.AcceptInvitationRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.AcceptInvitationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListMembers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListMembers',
+            weir_dot_v1_dot_members__pb2.ListMembersRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.ListMembersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateMember(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/UpdateMember',
+            weir_dot_v1_dot_members__pb2.UpdateMemberRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.UpdateMemberResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveMember(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/RemoveMember',
+            weir_dot_v1_dot_members__pb2.RemoveMemberRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.RemoveMemberResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateServiceAccount(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/CreateServiceAccount',
+            weir_dot_v1_dot_members__pb2.CreateServiceAccountRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.CreateServiceAccountResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateServiceAccount(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/UpdateServiceAccount',
+            weir_dot_v1_dot_members__pb2.UpdateServiceAccountRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.UpdateServiceAccountResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteServiceAccount(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/DeleteServiceAccount',
+            weir_dot_v1_dot_members__pb2.DeleteServiceAccountRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.DeleteServiceAccountResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListServiceAccounts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListServiceAccounts',
+            weir_dot_v1_dot_members__pb2.ListServiceAccountsRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.ListServiceAccountsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPersons(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListPersons',
+            weir_dot_v1_dot_members__pb2.ListPersonsRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.ListPersonsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdatePerson(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/UpdatePerson',
+            weir_dot_v1_dot_members__pb2.UpdatePersonRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.UpdatePersonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeactivatePerson(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/DeactivatePerson',
+            weir_dot_v1_dot_members__pb2.DeactivatePersonRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.DeactivatePersonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReactivatePerson(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ReactivatePerson',
+            weir_dot_v1_dot_members__pb2.ReactivatePersonRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.ReactivatePersonResponse.FromString,
             options,
             channel_credentials,
             insecure,

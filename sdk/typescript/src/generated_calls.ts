@@ -26,6 +26,7 @@ import {
   QuotaSubject as QuotaSubjectMessage,
 } from "./gen/weir/v1/types_pb.js";
 import {
+  type AcceptedInvitation,
   type Adjustment,
   type Alert,
   type AlertWebhook,
@@ -36,6 +37,7 @@ import {
   type ClosedMonth,
   type CreatedAlertWebhook,
   type CreatedApiKey,
+  type CreatedInvitation,
   type CreditBalance,
   type CreditGrant,
   type DocumentFormat,
@@ -45,10 +47,12 @@ import {
   type FleetVersion,
   type KilledRequest,
   type LiveView,
+  type Member,
   type Month,
   type MonthReport,
   type MonthVerification,
   type Organization,
+  type Person,
   type PlanList,
   type PriceList,
   type PriceVersion,
@@ -57,11 +61,14 @@ import {
   type QuotaStatus,
   type QuotaSubject,
   type RecordedRequest,
+  type RemovedMember,
   type ReplicaList,
   type ReplicaRental,
   type ResalePrice,
+  type ResentInvitation,
   type RotatedApiKey,
   type ServedFleet,
+  type ServiceAccount,
   type TokenIssuer,
   type UndrainedReplica,
   type UsageForecast,
@@ -143,6 +150,15 @@ export interface CreateApiKeyOptions extends CallOptionsOf {
    * reason ROLE_EXCEEDED.
    */
   readonly role?: string | undefined;
+  /**
+   * Name or id of the service account that the key belongs to; it has that role. Unknown: NotFound.
+   */
+  readonly serviceAccount?: string | undefined;
+  /**
+   * The key belongs to the person who makes this call; it has no role, or that of the person. A
+   * caller without a person: InvalidRequest.
+   */
+  readonly own?: boolean | undefined;
 }
 
 /** Options of `rotateApiKey`. */
@@ -550,6 +566,65 @@ export interface ListFleetVersionsOptions extends CallOptionsOf {
   readonly beforeNumber?: number | bigint | undefined;
 }
 
+/** Options of `inviteMember`. */
+export interface InviteMemberOptions extends CallOptionsOf {
+  /** Name or id of the project of the member. Empty: the oldest project. */
+  readonly project?: string | undefined;
+  /** Lifetime of the token, at most 30 days. Unset: 7 days. */
+  readonly lifetimeMs?: number | undefined;
+  /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
+  readonly requestId?: string | undefined;
+}
+
+/** Options of `resendInvitation`. */
+export interface ResendInvitationOptions extends CallOptionsOf {
+  /** Lifetime of the new token, at most 30 days. Unset: 7 days. */
+  readonly lifetimeMs?: number | undefined;
+}
+
+/** Options of `revokeInvitation`. */
+export interface RevokeInvitationOptions extends CallOptionsOf {
+  /** Succeeds instead of NotFound if there is no such invitation. */
+  readonly allowMissing?: boolean | undefined;
+}
+
+/** Options of `acceptInvitation`. */
+export interface AcceptInvitationOptions extends CallOptionsOf {
+  /**
+   * Name of the person, at most 100 characters. Empty: the part of the address before the "@". The
+   * name of a person who is a member elsewhere stays.
+   */
+  readonly displayName?: string | undefined;
+  /** Also creates a key with a secret, of the same role, which belongs to the person. */
+  readonly createKey?: boolean | undefined;
+}
+
+/** Options of `removeMember`. */
+export interface RemoveMemberOptions extends CallOptionsOf {
+  /**
+   * Whether to revoke the active keys that the person created for others than itself. Unset while
+   * there are any: InvalidRequest, which lists them. The person's own keys are always revoked.
+   */
+  readonly revokeKeys?: boolean | undefined;
+}
+
+/** Options of `createServiceAccount`. */
+export interface CreateServiceAccountOptions extends CallOptionsOf {
+  /**
+   * Role of its keys: see `ApiKey.role`. Empty: its keys are for models. More than the caller has:
+   * PermissionDenied, ROLE_EXCEEDED.
+   */
+  readonly role?: string | undefined;
+  /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
+  readonly requestId?: string | undefined;
+}
+
+/** Options of `deleteServiceAccount`. */
+export interface DeleteServiceAccountOptions extends CallOptionsOf {
+  /** Succeeds instead of NotFound if there is no such service account. */
+  readonly allowMissing?: boolean | undefined;
+}
+
 /** Options of `closeMonth`. */
 export interface CloseMonthOptions extends CallOptionsOf {
   /**
@@ -934,6 +1009,8 @@ export class AdminCalls extends UnaryClient {
       strictParameters: options.strictParameters,
       group: options.group,
       role: options.role,
+      serviceAccount: options.serviceAccount,
+      own: options.own,
     });
     const method = AdminService.method.createApiKey;
     const response = await this.connection.call(method, init, options, false);
@@ -1651,6 +1728,255 @@ export class AdminCalls extends UnaryClient {
     const method = AdminService.method.listFleetVersions;
     const response = await this.connection.call(method, init, options);
     return response.versions.map((each) => wire.fleetVersion(each));
+  }
+
+  /**
+   * Invites a person to an organization, with a token that works once. The token is returned only
+   * in this response; nothing is sent.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param email E-mail address. A member, or an address with a pending invitation: AlreadyExists.
+   * @param role "owner", "admin", "developer", "finance" or "viewer"; or "operator", of the whole
+   * service. A role that the caller does not have: PermissionDenied with the reason ROLE_EXCEEDED.
+   */
+  async inviteMember(
+    organization: string,
+    email: string,
+    role: string,
+    options: InviteMemberOptions = {},
+  ): Promise<CreatedInvitation> {
+    const init = defined({
+      organization: organization,
+      email: email,
+      role: role,
+      project: options.project,
+      lifetime: duration("lifetimeMs", options.lifetimeMs),
+      requestId: options.requestId,
+    });
+    const method = AdminService.method.inviteMember;
+    const response = await this.connection.call(method, init, options, false);
+    return wire.createdInvitation(response);
+  }
+
+  /**
+   * Gives an invitation a new token and a new end. The former token is refused from now on.
+   *
+   * @param invitationId Id of the invitation. Unknown, accepted or revoked: NotFound.
+   */
+  async resendInvitation(
+    invitationId: string,
+    options: ResendInvitationOptions = {},
+  ): Promise<ResentInvitation> {
+    const init = defined({
+      invitationId: invitationId,
+      lifetime: duration("lifetimeMs", options.lifetimeMs),
+    });
+    const method = AdminService.method.resendInvitation;
+    const response = await this.connection.call(method, init, options, false);
+    return wire.resentInvitation(response);
+  }
+
+  /**
+   * Revokes an invitation: its token is refused from now on. NotFound if there is none.
+   *
+   * @param invitationId Id of the invitation. Unknown, accepted or revoked: NotFound.
+   */
+  async revokeInvitation(
+    invitationId: string,
+    options: RevokeInvitationOptions = {},
+  ): Promise<boolean> {
+    const init = defined({
+      invitationId: invitationId,
+      allowMissing: options.allowMissing,
+    });
+    const method = AdminService.method.revokeInvitation;
+    const response = await this.connection.call(method, init, options);
+    return response.revoked;
+  }
+
+  /**
+   * Makes the caller a member. The bearer token of the call is that of the invitation: unknown,
+   * used, revoked or expired, UNAUTHENTICATED with the reason INVITATION_INVALID.
+   */
+  async acceptInvitation(
+    options: AcceptInvitationOptions = {},
+  ): Promise<AcceptedInvitation> {
+    const init = defined({
+      displayName: options.displayName,
+      createKey: options.createKey,
+    });
+    const method = AdminService.method.acceptInvitation;
+    const response = await this.connection.call(method, init, options, false);
+    return wire.acceptedInvitation(response);
+  }
+
+  /**
+   * Gives a member another role, at once on every server. Idempotent.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param member The member, by e-mail address or id of the person. Unknown: NotFound.
+   * @param role The new role: see `Member.role`. More than the caller has: PermissionDenied with
+   * the reason ROLE_EXCEEDED. Another one than owner for the last owner: FailedPrecondition,
+   * LAST_OWNER.
+   */
+  async updateMember(
+    organization: string,
+    member: string,
+    role: string,
+    options: CallOptionsOf = {},
+  ): Promise<Member> {
+    const init = defined({
+      organization: organization,
+      member: member,
+      role: role,
+    });
+    const method = AdminService.method.updateMember;
+    const response = await this.connection.call(method, init, options);
+    return wire.member(response.member);
+  }
+
+  /**
+   * Removes a member, and revokes the keys that belong to the person. NotFound if there is none.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param member The member, by e-mail address or id of the person. Unknown: NotFound. The last
+   * owner: FailedPrecondition, LAST_OWNER.
+   */
+  async removeMember(
+    organization: string,
+    member: string,
+    options: RemoveMemberOptions = {},
+  ): Promise<RemovedMember> {
+    const init = defined({
+      organization: organization,
+      member: member,
+      revokeKeys: options.revokeKeys,
+    });
+    const method = AdminService.method.removeMember;
+    const response = await this.connection.call(method, init, options);
+    return wire.removedMember(response);
+  }
+
+  /**
+   * Creates a service account: an owner of keys that no person's leave ends.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param name Name, 1 to 100 characters. Taken: AlreadyExists.
+   */
+  async createServiceAccount(
+    organization: string,
+    name: string,
+    options: CreateServiceAccountOptions = {},
+  ): Promise<ServiceAccount> {
+    const init = defined({
+      organization: organization,
+      name: name,
+      role: options.role,
+      requestId: options.requestId ?? randomUUID(),
+    });
+    const method = AdminService.method.createServiceAccount;
+    const response = await this.connection.call(method, init, options);
+    return wire.serviceAccount(response.serviceAccount);
+  }
+
+  /**
+   * Gives a service account, and its keys, another role. Idempotent.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param serviceAccount The service account, by name or id. Unknown: NotFound.
+   * @param role The new role: see `ServiceAccount.role`.
+   */
+  async updateServiceAccount(
+    organization: string,
+    serviceAccount: string,
+    role: string,
+    options: CallOptionsOf = {},
+  ): Promise<ServiceAccount> {
+    const init = defined({
+      organization: organization,
+      serviceAccount: serviceAccount,
+      role: role,
+    });
+    const method = AdminService.method.updateServiceAccount;
+    const response = await this.connection.call(method, init, options);
+    return wire.serviceAccount(response.serviceAccount);
+  }
+
+  /**
+   * Deletes a service account and revokes its keys. NotFound if there is none.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param serviceAccount The service account, by name or id. Unknown: NotFound.
+   */
+  async deleteServiceAccount(
+    organization: string,
+    serviceAccount: string,
+    options: DeleteServiceAccountOptions = {},
+  ): Promise<boolean> {
+    const init = defined({
+      organization: organization,
+      serviceAccount: serviceAccount,
+      allowMissing: options.allowMissing,
+    });
+    const method = AdminService.method.deleteServiceAccount;
+    const response = await this.connection.call(method, init, options);
+    return response.deleted;
+  }
+
+  /**
+   * Changes the name of a person. Idempotent.
+   *
+   * @param person The person, by e-mail address or id. Unknown: NotFound.
+   * @param displayName New name, 1 to 100 characters.
+   */
+  async updatePerson(
+    person: string,
+    displayName: string,
+    options: CallOptionsOf = {},
+  ): Promise<Person> {
+    const init = defined({
+      person: person,
+      displayName: displayName,
+    });
+    const method = AdminService.method.updatePerson;
+    const response = await this.connection.call(method, init, options);
+    return wire.person(response.person);
+  }
+
+  /**
+   * Refuses all keys of a person in every organization from now on, and ends its running requests.
+   * Keys of service accounts go on. Idempotent.
+   *
+   * @param person The person, by e-mail address or id. Unknown: NotFound. The last owner of an
+   * organization: FailedPrecondition, LAST_OWNER.
+   */
+  async deactivatePerson(
+    person: string,
+    options: CallOptionsOf = {},
+  ): Promise<Person> {
+    const init = defined({
+      person: person,
+    });
+    const method = AdminService.method.deactivatePerson;
+    const response = await this.connection.call(method, init, options);
+    return wire.person(response.person);
+  }
+
+  /**
+   * Accepts the keys of a deactivated person again, as they were. Idempotent.
+   *
+   * @param person The person, by e-mail address or id. Unknown: NotFound.
+   */
+  async reactivatePerson(
+    person: string,
+    options: CallOptionsOf = {},
+  ): Promise<Person> {
+    const init = defined({
+      person: person,
+    });
+    const method = AdminService.method.reactivatePerson;
+    const response = await this.connection.call(method, init, options);
+    return wire.person(response.person);
   }
 
 }

@@ -184,8 +184,8 @@ export interface AuditEntry {
   /** The object after, as JSON; empty if it was removed. */
   readonly afterJson: string;
   /**
-   * Display names of the organizations, projects, keys, end users and labels that the entry refers
-   * to, by id, as they are now. An erased end user has none.
+   * Display names of the organizations, projects, keys, persons, service accounts, end users and
+   * labels that the entry refers to, by id, as they are now. An erased end user has none.
    */
   readonly names: Readonly<Record<string, string>>;
   /**
@@ -195,6 +195,15 @@ export interface AuditEntry {
   readonly actorRole: string;
   /** Id of the organization of that key. Empty with `actor_role`. */
   readonly actorOrganizationId: string;
+  /**
+   * Id of the person whom that key belongs to. `names` has the name of the person, unless it is the
+   * operator's. Empty: no person.
+   */
+  readonly actorPersonId: string;
+  /**
+   * Network address that the change came from. Empty: it was not a call, or came by a local socket.
+   */
+  readonly actorAddress: string;
 }
 
 /** State of an end user. unspecified: newer than this client. */
@@ -612,6 +621,28 @@ export interface UsagePage {
   readonly timeZone: string;
 }
 
+/** An invitation that is neither accepted nor revoked, without its token. */
+export interface Invitation {
+  /** Server-generated UUID. */
+  readonly invitationId: string;
+  /** UUID of the organization. */
+  readonly organizationId: string;
+  /** Name of the organization. */
+  readonly organizationName: string;
+  /** UUID of the project of the future member. */
+  readonly projectId: string;
+  /** Name of that project. */
+  readonly projectName: string;
+  /** E-mail address of the person, in lower case. */
+  readonly email: string;
+  /** Role of the future member: see `Member.role`. */
+  readonly role: string;
+  /** Time of the invitation. */
+  readonly createTime: Date | undefined;
+  /** The token is refused from then on. */
+  readonly expireTime: Date | undefined;
+}
+
 /** A line of an invoice. */
 export interface InvoiceLine {
   /**
@@ -851,6 +882,38 @@ export interface Model {
   readonly countsFromUsage: boolean;
 }
 
+/** A member: a person with a role in an organization. */
+export interface Member {
+  /** Server-generated UUID of the membership. */
+  readonly membershipId: string;
+  /** UUID of the person. */
+  readonly personId: string;
+  /** E-mail address of the person. */
+  readonly email: string;
+  /** Name to show of the person. */
+  readonly displayName: string;
+  /** UUID of the organization. */
+  readonly organizationId: string;
+  /** Name of the organization. */
+  readonly organizationName: string;
+  /**
+   * UUID of the project that the member's own usage counts as; a developer has access to no other.
+   */
+  readonly projectId: string;
+  /** Name of that project. */
+  readonly projectName: string;
+  /** "owner", "admin", "developer", "finance" or "viewer"; or "operator", of the whole service. */
+  readonly role: string;
+  /** UUID of the bound key that acts for the member. */
+  readonly apiKeyId: string;
+  /** Prefix of that key, which the audit log names as the author of changes. */
+  readonly keyPrefix: string;
+  /** Time at which the invitation was accepted. */
+  readonly createTime: Date | undefined;
+  /** Time since when all keys of the person are refused. Unset: active. */
+  readonly deactivateTime: Date | undefined;
+}
+
 /** File format of a month. */
 export type MonthExportFormat =
   | "invoice_pdf"
@@ -1063,6 +1126,38 @@ export interface SimulatedCustomer {
   readonly oldPlan: string;
   /** The simulated plan. */
   readonly newPlan: string;
+}
+
+/** A person, whichever organizations it is a member of. */
+export interface Person {
+  /** Server-generated UUID. */
+  readonly personId: string;
+  /** E-mail address, in lower case. Unique in the service. */
+  readonly email: string;
+  /** Name to show. */
+  readonly displayName: string;
+  /** Time of the first invitation that the person accepted. */
+  readonly createTime: Date | undefined;
+  /** Time since when all keys of the person are refused. Unset: active. */
+  readonly deactivateTime: Date | undefined;
+}
+
+/** A program of an organization that owns keys. */
+export interface ServiceAccount {
+  /** Server-generated UUID. */
+  readonly serviceAccountId: string;
+  /** UUID of the organization. */
+  readonly organizationId: string;
+  /** Name of the organization. */
+  readonly organizationName: string;
+  /** Name, unique among the organization's service accounts. */
+  readonly name: string;
+  /** Role of its keys: see `ApiKey.role`. Empty: its keys are for models. */
+  readonly role: string;
+  /** Time of creation. */
+  readonly createTime: Date | undefined;
+  /** Number of its keys that are not revoked. */
+  readonly keyCount: number;
 }
 
 /** A token and its log-probability. */
@@ -1812,6 +1907,38 @@ export interface ErasedEndUser {
   readonly limitCount: number;
   /** Number of requests from which labels with this value were removed. */
   readonly labelledRequestCount: number;
+}
+
+/** The invitation with its token, which no later call returns. */
+export interface CreatedInvitation {
+  /** The invitation. */
+  readonly invitation: Invitation;
+  /** The token to hand to the person. It is returned only once: empty if the call was repeated. */
+  readonly token: string;
+}
+
+/** The invitation with its new token. */
+export interface ResentInvitation {
+  /** The invitation after the change. */
+  readonly invitation: Invitation;
+  /** The new token. The former one is refused from now on. */
+  readonly token: string;
+}
+
+/** The new member. */
+export interface AcceptedInvitation {
+  /** The membership. */
+  readonly member: Member;
+  /** The secret of the new key, with `create_key`. No later call returns it. */
+  readonly secret: string;
+}
+
+/** The member is removed. */
+export interface RemovedMember {
+  /** Prefixes of the keys that were revoked. */
+  readonly revokedKeys: readonly string[];
+  /** Prefixes of the keys that the person created and that stay. */
+  readonly keptKeys: readonly string[];
 }
 
 /** A project whose bound key acts for tokens with a value of the project claim. */

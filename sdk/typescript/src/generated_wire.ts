@@ -123,6 +123,24 @@ import {
   type LiveRequest as LiveRequestMessage,
 } from "./gen/weir/v1/live_requests_pb.js";
 import {
+  AcceptInvitationResponseSchema,
+  InvitationSchema,
+  InviteMemberResponseSchema,
+  MemberSchema,
+  PersonSchema,
+  RemoveMemberResponseSchema,
+  ResendInvitationResponseSchema,
+  ServiceAccountSchema,
+  type AcceptInvitationResponse as AcceptInvitationResponseMessage,
+  type Invitation as InvitationMessage,
+  type InviteMemberResponse as InviteMemberResponseMessage,
+  type Member as MemberMessage,
+  type Person as PersonMessage,
+  type RemoveMemberResponse as RemoveMemberResponseMessage,
+  type ResendInvitationResponse as ResendInvitationResponseMessage,
+  type ServiceAccount as ServiceAccountMessage,
+} from "./gen/weir/v1/members_pb.js";
+import {
   AdjustmentSchema,
   AdjustmentState as AdjustmentStateMessage,
   ChargeKind as ChargeKindMessage,
@@ -227,6 +245,7 @@ import {
   type UsageShare as UsageShareMessage,
 } from "./gen/weir/v1/usage_reports_pb.js";
 import {
+  type AcceptedInvitation,
   type Adjustment,
   type AdjustmentState,
   type Alert,
@@ -248,6 +267,7 @@ import {
   type ConfigurationViolation,
   type CreatedAlertWebhook,
   type CreatedApiKey,
+  type CreatedInvitation,
   type CreditBalance,
   type CreditGrant,
   type CreditNoteSummary,
@@ -263,6 +283,7 @@ import {
   type FleetViolation,
   type Generation,
   type GenerationState,
+  type Invitation,
   type Invoice,
   type InvoiceLine,
   type InvoicePayment,
@@ -273,6 +294,7 @@ import {
   type LiveOrganization,
   type LiveRequest,
   type LiveView,
+  type Member,
   type Model,
   type ModelTask,
   type ModelVersion,
@@ -285,6 +307,7 @@ import {
   type Obstacle,
   type Organization,
   type PaymentState,
+  type Person,
   type Plan,
   type PlanAssignment,
   type PlanList,
@@ -300,6 +323,7 @@ import {
   type Reconciliation,
   type RecordedRequest,
   type RefusedField,
+  type RemovedMember,
   type Replica,
   type ReplicaDrain,
   type ReplicaList,
@@ -310,8 +334,10 @@ import {
   type ResalePrice,
   type ResaleStatement,
   type ResaleStatementLine,
+  type ResentInvitation,
   type RotatedApiKey,
   type ServedFleet,
+  type ServiceAccount,
   type SimulatedCustomer,
   type Suspension,
   type Timings,
@@ -408,6 +434,8 @@ export function auditEntry(
     names: value.names,
     actorRole: value.actorRole,
     actorOrganizationId: value.actorOrganizationId,
+    actorPersonId: value.actorPersonId,
+    actorAddress: value.actorAddress,
   };
 }
 
@@ -608,6 +636,22 @@ export function usagePage(
   };
 }
 
+export function invitation(
+  value: InvitationMessage = create(InvitationSchema),
+): Invitation {
+  return {
+    invitationId: value.invitationId,
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    projectId: value.projectId,
+    projectName: value.projectName,
+    email: value.email,
+    role: value.role,
+    createTime: date(value.createTime),
+    expireTime: date(value.expireTime),
+  };
+}
+
 export function invoiceLine(
   value: InvoiceLineMessage = create(InvoiceLineSchema),
 ): InvoiceLine {
@@ -751,6 +795,26 @@ export function model(
   };
 }
 
+export function member(
+  value: MemberMessage = create(MemberSchema),
+): Member {
+  return {
+    membershipId: value.membershipId,
+    personId: value.personId,
+    email: value.email,
+    displayName: value.displayName,
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    projectId: value.projectId,
+    projectName: value.projectName,
+    role: value.role,
+    apiKeyId: value.apiKeyId,
+    keyPrefix: value.keyPrefix,
+    createTime: date(value.createTime),
+    deactivateTime: date(value.deactivateTime),
+  };
+}
+
 export function plan(
   value: PlanMessage = create(PlanSchema),
 ): Plan {
@@ -871,6 +935,32 @@ export function simulatedCustomer(
     difference: money(value.difference),
     oldPlan: value.oldPlan,
     newPlan: value.newPlan,
+  };
+}
+
+export function person(
+  value: PersonMessage = create(PersonSchema),
+): Person {
+  return {
+    personId: value.personId,
+    email: value.email,
+    displayName: value.displayName,
+    createTime: date(value.createTime),
+    deactivateTime: date(value.deactivateTime),
+  };
+}
+
+export function serviceAccount(
+  value: ServiceAccountMessage = create(ServiceAccountSchema),
+): ServiceAccount {
+  return {
+    serviceAccountId: value.serviceAccountId,
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    name: value.name,
+    role: value.role,
+    createTime: date(value.createTime),
+    keyCount: value.keyCount,
   };
 }
 
@@ -1350,6 +1440,42 @@ export function erasedEndUser(
     erased: value.erased,
     limitCount: count(value.limitCount),
     labelledRequestCount: count(value.labelledRequestCount),
+  };
+}
+
+export function createdInvitation(
+  value: InviteMemberResponseMessage = create(InviteMemberResponseSchema),
+): CreatedInvitation {
+  return {
+    invitation: invitation(value.invitation),
+    token: value.token,
+  };
+}
+
+export function resentInvitation(
+  value: ResendInvitationResponseMessage = create(ResendInvitationResponseSchema),
+): ResentInvitation {
+  return {
+    invitation: invitation(value.invitation),
+    token: value.token,
+  };
+}
+
+export function acceptedInvitation(
+  value: AcceptInvitationResponseMessage = create(AcceptInvitationResponseSchema),
+): AcceptedInvitation {
+  return {
+    member: member(value.member),
+    secret: value.secret,
+  };
+}
+
+export function removedMember(
+  value: RemoveMemberResponseMessage = create(RemoveMemberResponseSchema),
+): RemovedMember {
+  return {
+    revokedKeys: value.revokedKeys,
+    keptKeys: value.keptKeys,
   };
 }
 

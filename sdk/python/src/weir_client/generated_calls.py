@@ -20,6 +20,7 @@ from weir.v1 import (
     end_users_pb2,
     fleet_pb2,
     live_requests_pb2,
+    members_pb2,
     months_pb2,
     plans_pb2,
     prices_pb2,
@@ -32,6 +33,7 @@ from weir.v1 import (
 from weir_client import wire
 from weir_client.blocking import BlockingUnaryClient, blocking
 from weir_client.generated_values import (
+    AcceptedInvitation,
     Adjustment,
     Alert,
     AlertWebhook,
@@ -42,6 +44,7 @@ from weir_client.generated_values import (
     ClosedMonth,
     CreatedAlertWebhook,
     CreatedApiKey,
+    CreatedInvitation,
     CreditBalance,
     CreditGrant,
     DocumentFormat,
@@ -51,10 +54,12 @@ from weir_client.generated_values import (
     FleetVersion,
     KilledRequest,
     LiveView,
+    Member,
     Month,
     MonthReport,
     MonthVerification,
     Organization,
+    Person,
     PlanList,
     PriceList,
     PriceVersion,
@@ -63,11 +68,14 @@ from weir_client.generated_values import (
     QuotaStatus,
     QuotaSubject,
     RecordedRequest,
+    RemovedMember,
     ReplicaList,
     ReplicaRental,
     ResalePrice,
+    ResentInvitation,
     RotatedApiKey,
     ServedFleet,
+    ServiceAccount,
     TokenIssuer,
     UndrainedReplica,
     UsageForecast,
@@ -270,6 +278,8 @@ class AsyncAdminCalls(UnaryClient):
         strict_parameters: bool = False,
         group: str = "",
         role: str = "",
+        service_account: str = "",
+        own: bool = False,
     ) -> CreatedApiKey:
         """Creates an API key. Its secret is returned only in this response.
 
@@ -305,6 +315,10 @@ class AsyncAdminCalls(UnaryClient):
             "viewer". It permits calls beside those of the scopes. Empty: none. With the scopes
             "admin" or "billing": InvalidRequest. A role or a right that the calling key does not
             have: PermissionDenied with the reason ROLE_EXCEEDED.
+        `service_account`: Name or id of the service account that the key belongs to; it has that
+            role. Unknown: NotFound.
+        `own`: The key belongs to the person who makes this call; it has no role, or that of the
+            person. A caller without a person: InvalidRequest.
         """
         request = wire.request(
             admin_service_pb2.CreateApiKeyRequest,
@@ -322,6 +336,8 @@ class AsyncAdminCalls(UnaryClient):
             strict_parameters=strict_parameters,
             group=group,
             role=role,
+            service_account=service_account,
+            own=own,
         )
         response = await self._call(self._stub.CreateApiKey, request, idempotent=False)
         return wire.read(CreatedApiKey, response)
@@ -1124,6 +1140,211 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.ListFleetVersions, request)
         return [wire.read(FleetVersion, each) for each in response.versions]
 
+    async def invite_member(
+        self,
+        organization: str,
+        email: str,
+        role: str,
+        *,
+        project: str = "",
+        lifetime: timedelta | None = None,
+        request_id: str | None = None,
+    ) -> CreatedInvitation:
+        """Invites a person to an organization, with a token that works once. The token is returned
+        only in this response; nothing is sent.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `email`: E-mail address. A member, or an address with a pending invitation: AlreadyExists.
+        `role`: "owner", "admin", "developer", "finance" or "viewer"; or "operator", of the whole
+            service. A role that the caller does not have: PermissionDenied with the reason
+            ROLE_EXCEEDED.
+        `project`: Name or id of the project of the member. Empty: the oldest project.
+        `lifetime`: Lifetime of the token, at most 30 days. Unset: 7 days.
+        `request_id`: Idempotency key: see the service. Not a UUID: InvalidRequest.
+        """
+        request = wire.request(
+            members_pb2.InviteMemberRequest,
+            organization=organization,
+            email=email,
+            role=role,
+            project=project,
+            lifetime=lifetime,
+            request_id=request_id,
+        )
+        response = await self._call(self._stub.InviteMember, request, idempotent=False)
+        return wire.read(CreatedInvitation, response)
+
+    async def resend_invitation(
+        self, invitation_id: str, *, lifetime: timedelta | None = None
+    ) -> ResentInvitation:
+        """Gives an invitation a new token and a new end. The former token is refused from now on.
+
+        `invitation_id`: Id of the invitation. Unknown, accepted or revoked: NotFound.
+        `lifetime`: Lifetime of the new token, at most 30 days. Unset: 7 days.
+        """
+        request = wire.request(
+            members_pb2.ResendInvitationRequest, invitation_id=invitation_id, lifetime=lifetime
+        )
+        response = await self._call(self._stub.ResendInvitation, request, idempotent=False)
+        return wire.read(ResentInvitation, response)
+
+    async def revoke_invitation(self, invitation_id: str, *, allow_missing: bool = False) -> bool:
+        """Revokes an invitation: its token is refused from now on. NotFound if there is none.
+
+        `invitation_id`: Id of the invitation. Unknown, accepted or revoked: NotFound.
+        `allow_missing`: Succeeds instead of NotFound if there is no such invitation.
+        """
+        request = wire.request(
+            members_pb2.RevokeInvitationRequest,
+            invitation_id=invitation_id,
+            allow_missing=allow_missing,
+        )
+        response = await self._call(self._stub.RevokeInvitation, request)
+        return response.revoked
+
+    async def accept_invitation(
+        self, display_name: str = "", *, create_key: bool = False
+    ) -> AcceptedInvitation:
+        """Makes the caller a member. The bearer token of the call is that of the invitation:
+        unknown, used, revoked or expired, UNAUTHENTICATED with the reason INVITATION_INVALID.
+
+        `display_name`: Name of the person, at most 100 characters. Empty: the part of the address
+            before the "@". The name of a person who is a member elsewhere stays.
+        `create_key`: Also creates a key with a secret, of the same role, which belongs to the
+            person.
+        """
+        request = wire.request(
+            members_pb2.AcceptInvitationRequest, display_name=display_name, create_key=create_key
+        )
+        response = await self._call(self._stub.AcceptInvitation, request, idempotent=False)
+        return wire.read(AcceptedInvitation, response)
+
+    async def update_member(self, organization: str, member: str, role: str) -> Member:
+        """Gives a member another role, at once on every server. Idempotent.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `member`: The member, by e-mail address or id of the person. Unknown: NotFound.
+        `role`: The new role: see `Member.role`. More than the caller has: PermissionDenied with the
+            reason ROLE_EXCEEDED. Another one than owner for the last owner: FailedPrecondition,
+            LAST_OWNER.
+        """
+        request = wire.request(
+            members_pb2.UpdateMemberRequest, organization=organization, member=member, role=role
+        )
+        response = await self._call(self._stub.UpdateMember, request)
+        return wire.read(Member, response.member)
+
+    async def remove_member(
+        self, organization: str, member: str, *, revoke_keys: bool | None = None
+    ) -> RemovedMember:
+        """Removes a member, and revokes the keys that belong to the person. NotFound if there is
+        none.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `member`: The member, by e-mail address or id of the person. Unknown: NotFound. The last
+            owner: FailedPrecondition, LAST_OWNER.
+        `revoke_keys`: Whether to revoke the active keys that the person created for others than
+            itself. Unset while there are any: InvalidRequest, which lists them. The person's own
+            keys are always revoked.
+        """
+        request = wire.request(
+            members_pb2.RemoveMemberRequest,
+            organization=organization,
+            member=member,
+            revoke_keys=revoke_keys,
+        )
+        response = await self._call(self._stub.RemoveMember, request)
+        return wire.read(RemovedMember, response)
+
+    async def create_service_account(
+        self, organization: str, name: str, *, role: str = "", request_id: str | None = None
+    ) -> ServiceAccount:
+        """Creates a service account: an owner of keys that no person's leave ends.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `name`: Name, 1 to 100 characters. Taken: AlreadyExists.
+        `role`: Role of its keys: see `ApiKey.role`. Empty: its keys are for models. More than the
+            caller has: PermissionDenied, ROLE_EXCEEDED.
+        `request_id`: Idempotency key: see the service. Not a UUID: InvalidRequest.
+        """
+        request = wire.request(
+            members_pb2.CreateServiceAccountRequest,
+            organization=organization,
+            name=name,
+            role=role,
+            request_id=request_id or str(uuid.uuid4()),
+        )
+        response = await self._call(self._stub.CreateServiceAccount, request)
+        return wire.read(ServiceAccount, response.service_account)
+
+    async def update_service_account(
+        self, organization: str, service_account: str, role: str
+    ) -> ServiceAccount:
+        """Gives a service account, and its keys, another role. Idempotent.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `service_account`: The service account, by name or id. Unknown: NotFound.
+        `role`: The new role: see `ServiceAccount.role`.
+        """
+        request = wire.request(
+            members_pb2.UpdateServiceAccountRequest,
+            organization=organization,
+            service_account=service_account,
+            role=role,
+        )
+        response = await self._call(self._stub.UpdateServiceAccount, request)
+        return wire.read(ServiceAccount, response.service_account)
+
+    async def delete_service_account(
+        self, organization: str, service_account: str, *, allow_missing: bool = False
+    ) -> bool:
+        """Deletes a service account and revokes its keys. NotFound if there is none.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `service_account`: The service account, by name or id. Unknown: NotFound.
+        `allow_missing`: Succeeds instead of NotFound if there is no such service account.
+        """
+        request = wire.request(
+            members_pb2.DeleteServiceAccountRequest,
+            organization=organization,
+            service_account=service_account,
+            allow_missing=allow_missing,
+        )
+        response = await self._call(self._stub.DeleteServiceAccount, request)
+        return response.deleted
+
+    async def update_person(self, person: str, display_name: str) -> Person:
+        """Changes the name of a person. Idempotent.
+
+        `person`: The person, by e-mail address or id. Unknown: NotFound.
+        `display_name`: New name, 1 to 100 characters.
+        """
+        request = wire.request(
+            members_pb2.UpdatePersonRequest, person=person, display_name=display_name
+        )
+        response = await self._call(self._stub.UpdatePerson, request)
+        return wire.read(Person, response.person)
+
+    async def deactivate_person(self, person: str) -> Person:
+        """Refuses all keys of a person in every organization from now on, and ends its running
+        requests. Keys of service accounts go on. Idempotent.
+
+        `person`: The person, by e-mail address or id. Unknown: NotFound. The last owner of an
+            organization: FailedPrecondition, LAST_OWNER.
+        """
+        request = wire.request(members_pb2.DeactivatePersonRequest, person=person)
+        response = await self._call(self._stub.DeactivatePerson, request)
+        return wire.read(Person, response.person)
+
+    async def reactivate_person(self, person: str) -> Person:
+        """Accepts the keys of a deactivated person again, as they were. Idempotent.
+
+        `person`: The person, by e-mail address or id. Unknown: NotFound.
+        """
+        request = wire.request(members_pb2.ReactivatePersonRequest, person=person)
+        response = await self._call(self._stub.ReactivatePerson, request)
+        return wire.read(Person, response.person)
+
 
 class BlockingAdminCalls(BlockingUnaryClient):
     """Blocking twins of `AsyncAdminCalls`."""
@@ -1175,6 +1396,18 @@ class BlockingAdminCalls(BlockingUnaryClient):
     get_fleet = blocking(AsyncAdminCalls.get_fleet)
     apply_fleet = blocking(AsyncAdminCalls.apply_fleet)
     list_fleet_versions = blocking(AsyncAdminCalls.list_fleet_versions)
+    invite_member = blocking(AsyncAdminCalls.invite_member)
+    resend_invitation = blocking(AsyncAdminCalls.resend_invitation)
+    revoke_invitation = blocking(AsyncAdminCalls.revoke_invitation)
+    accept_invitation = blocking(AsyncAdminCalls.accept_invitation)
+    update_member = blocking(AsyncAdminCalls.update_member)
+    remove_member = blocking(AsyncAdminCalls.remove_member)
+    create_service_account = blocking(AsyncAdminCalls.create_service_account)
+    update_service_account = blocking(AsyncAdminCalls.update_service_account)
+    delete_service_account = blocking(AsyncAdminCalls.delete_service_account)
+    update_person = blocking(AsyncAdminCalls.update_person)
+    deactivate_person = blocking(AsyncAdminCalls.deactivate_person)
+    reactivate_person = blocking(AsyncAdminCalls.reactivate_person)
 
 
 class AsyncBillingCalls(UnaryClient):

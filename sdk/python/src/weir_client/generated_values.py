@@ -247,13 +247,19 @@ class AuditEntry(Value):
     after_json: str = ""
     """The object after, as JSON; empty if it was removed."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Display names of the organizations, projects, keys, end users and labels that the entry
-    refers to, by id, as they are now. An erased end user has none."""
+    """Display names of the organizations, projects, keys, persons, service accounts, end users and
+    labels that the entry refers to, by id, as they are now. An erased end user has none."""
     actor_role: str = ""
     """Role of the key that made the change: "operator", "owner", "admin", "developer", "finance",
     "viewer" or "billing". Empty: `actor` is not a key, or the entry is older than roles."""
     actor_organization_id: str = ""
     """Id of the organization of that key. Empty with `actor_role`."""
+    actor_person_id: str = ""
+    """Id of the person whom that key belongs to. `names` has the name of the person, unless it is
+    the operator's. Empty: no person."""
+    actor_address: str = ""
+    """Network address that the change came from. Empty: it was not a call, or came by a local
+    socket."""
 
 
 class EndUserState(StrEnum):
@@ -669,6 +675,30 @@ class UsagePage(Value):
 
 
 @dataclass(frozen=True, slots=True)
+class Invitation(Value):
+    """An invitation that is neither accepted nor revoked, without its token."""
+
+    invitation_id: str = ""
+    """Server-generated UUID."""
+    organization_id: str = ""
+    """UUID of the organization."""
+    organization_name: str = ""
+    """Name of the organization."""
+    project_id: str = ""
+    """UUID of the project of the future member."""
+    project_name: str = ""
+    """Name of that project."""
+    email: str = ""
+    """E-mail address of the person, in lower case."""
+    role: str = ""
+    """Role of the future member: see `Member.role`."""
+    create_time: datetime | None = None
+    """Time of the invitation."""
+    expire_time: datetime | None = None
+    """The token is refused from then on."""
+
+
+@dataclass(frozen=True, slots=True)
 class InvoiceLine(Value):
     """A line of an invoice."""
 
@@ -924,6 +954,39 @@ class Model(Value):
     each is 2147483647 in `token_ids`, and `update.max_output_tokens` cannot be raised."""
 
 
+@dataclass(frozen=True, slots=True)
+class Member(Value):
+    """A member: a person with a role in an organization."""
+
+    membership_id: str = ""
+    """Server-generated UUID of the membership."""
+    person_id: str = ""
+    """UUID of the person."""
+    email: str = ""
+    """E-mail address of the person."""
+    display_name: str = ""
+    """Name to show of the person."""
+    organization_id: str = ""
+    """UUID of the organization."""
+    organization_name: str = ""
+    """Name of the organization."""
+    project_id: str = ""
+    """UUID of the project that the member's own usage counts as; a developer has access to no
+    other."""
+    project_name: str = ""
+    """Name of that project."""
+    role: str = ""
+    """"owner", "admin", "developer", "finance" or "viewer"; or "operator", of the whole service."""
+    api_key_id: str = ""
+    """UUID of the bound key that acts for the member."""
+    key_prefix: str = ""
+    """Prefix of that key, which the audit log names as the author of changes."""
+    create_time: datetime | None = None
+    """Time at which the invitation was accepted."""
+    deactivate_time: datetime | None = None
+    """Time since when all keys of the person are refused. Unset: active."""
+
+
 class MonthExportFormat(StrEnum):
     """File format of a month."""
 
@@ -1158,6 +1221,42 @@ class SimulatedCustomer(Value):
     """The actual plan; empty: none."""
     new_plan: str = ""
     """The simulated plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Person(Value):
+    """A person, whichever organizations it is a member of."""
+
+    person_id: str = ""
+    """Server-generated UUID."""
+    email: str = ""
+    """E-mail address, in lower case. Unique in the service."""
+    display_name: str = ""
+    """Name to show."""
+    create_time: datetime | None = None
+    """Time of the first invitation that the person accepted."""
+    deactivate_time: datetime | None = None
+    """Time since when all keys of the person are refused. Unset: active."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceAccount(Value):
+    """A program of an organization that owns keys."""
+
+    service_account_id: str = ""
+    """Server-generated UUID."""
+    organization_id: str = ""
+    """UUID of the organization."""
+    organization_name: str = ""
+    """Name of the organization."""
+    name: str = ""
+    """Name, unique among the organization's service accounts."""
+    role: str = ""
+    """Role of its keys: see `ApiKey.role`. Empty: its keys are for models."""
+    create_time: datetime | None = None
+    """Time of creation."""
+    key_count: int = 0
+    """Number of its keys that are not revoked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1946,6 +2045,46 @@ class ErasedEndUser(Value):
     """Number of limits that ended."""
     labelled_request_count: int = 0
     """Number of requests from which labels with this value were removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreatedInvitation(Value):
+    """The invitation with its token, which no later call returns."""
+
+    invitation: Invitation
+    """The invitation."""
+    token: str = ""
+    """The token to hand to the person. It is returned only once: empty if the call was repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResentInvitation(Value):
+    """The invitation with its new token."""
+
+    invitation: Invitation
+    """The invitation after the change."""
+    token: str = ""
+    """The new token. The former one is refused from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedInvitation(Value):
+    """The new member."""
+
+    member: Member
+    """The membership."""
+    secret: str = field(default="", repr=False)
+    """The secret of the new key, with `create_key`. No later call returns it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedMember(Value):
+    """The member is removed."""
+
+    revoked_keys: tuple[str, ...] = ()
+    """Prefixes of the keys that were revoked."""
+    kept_keys: tuple[str, ...] = ()
+    """Prefixes of the keys that the person created and that stay."""
 
 
 @dataclass(frozen=True, slots=True)
