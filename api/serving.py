@@ -20,9 +20,12 @@ import grpc
 import structlog
 
 from api.access.auth import Authenticator
+from api.access.issuer_keys import IssuerKeys
+from api.access.issuers import TokenVerifier
 from api.access.servicer import Reports
 from api.access.throttle import SharedFailures
 from api.access.tls import Tls, open_tls
+from api.access.token_callers import TokenCallers
 from api.admin.admin_service import AdminServicer
 from api.admin.billing_service import BillingServicer, HashedReceiptServicer, ReceiptServicer
 from api.console.console import ROOT, Console
@@ -228,6 +231,7 @@ class Server:
         self.observer.loop_lag.watch.start()
         self.holds = self._open_holds()
         self.pace = RateLimiter(settings.messages.frames_share_max)
+        self.issuer_keys = IssuerKeys(private=settings.access.private_issuers)
         self.authenticator = Authenticator(
             create_lookups(key_store),
             answer_wait_s=database.timeout_s,
@@ -236,6 +240,7 @@ class Server:
             used=self.uses.note,
             proxies=Proxies(settings.access.proxy_networks()),
             pace=self.pace,
+            tokens=TokenCallers(TokenVerifier(self.issuer_keys)),
         )
 
     def _open_holds(self) -> HoldStore:
@@ -326,6 +331,7 @@ class Server:
             fleet=self.fleet,
             in_thread=self.registry.in_thread,
             private_webhooks=self.settings.private_webhooks,
+            private_issuers=self.settings.access.private_issuers,
         )
         is_hashed = self.settings.receipt_subjects == "hashed"
         receipts = HashedReceiptServicer if is_hashed else ReceiptServicer
@@ -383,6 +389,7 @@ class Server:
         self._keep_running("target names", self.fleet.follow_names)
         self._keep_running("usage notices", self.notices.run)
         self._keep_running("key uses", self.uses.run)
+        self._keep_running("issuer keys", self.issuer_keys.run)
         self._keep_running("recovery", self.recover_regularly)
         self._keep_running("progress", self.registry.report_progress_regularly)
         self._keep_running("statistics log", partial(log_statistics_regularly, self.registry))

@@ -147,6 +147,7 @@ def examples() -> tuple[Exception, ...]:
         metering_errors.KeyInvalid(),
         metering_errors.OrganizationClosed("acme ended its contract"),
         metering_errors.ProjectClosed("the search is replaced"),
+        metering_errors.TokenInvalid("it has expired"),
         errors.AddressNotAllowed(parse_address("203.0.113.7")),
         errors.PermissionDenied(
             "Your API key wk_xxtklc5q has the scope inference, and this call needs the permission"
@@ -200,6 +201,7 @@ def examples() -> tuple[Exception, ...]:
         errors.ProcessUnavailable(
             "The server that runs your request does not answer. Attach to it again."
         ),
+        errors.IssuerUnavailable("https://login.example.com", "no answer within 5 s"),
         errors.EngineLost(2),
         engine_errors.EngineOverloaded("the engine's queue is full", 0.5),
         engine_errors.EngineUnavailable("the engine is restarting", 4),

@@ -37,6 +37,7 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
     "weir.v1.InferenceService": (
         allowed("models.use", MODELS, "Generate", "Embed", "CountTokens", "Quote", "ListModels"),
         allowed("own_usage.read", MODELS, "GetQuota", "GetGeneration", "GetOwnUsage"),
+        allowed("client_tokens.create", MODELS, "CreateClientToken", "RevokeClientTokens"),
     ),
     "weir.v1.AdminService": (
         allowed("organizations.create", OPERATOR, "CreateOrganization"),
@@ -96,6 +97,9 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
             OPERATOR,
             *("ListPersons", "UpdatePerson", "DeactivatePerson", "ReactivatePerson"),
         ),
+        allowed("token_issuers.set", ADMINS, "CreateTokenIssuer", "DeleteTokenIssuer"),
+        allowed("token_issuers.read", MEMBERS, "ListTokenIssuers"),
+        allowed("tokens.revoke", ADMINS, "RevokeTokens"),
     ),
     "weir.v1.BillingService": (
         allowed("usage.read", READERS, "GetUsage"),

@@ -16,6 +16,7 @@ from weir.v1 import admin_service_pb2 as pb
 from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import alerts_pb2 as alert_pb
 from weir.v1 import fleet_pb2 as fleet_pb
+from weir.v1 import tokens_pb2 as token_pb
 
 from api.access.auth import Authenticator
 from api.access.roles import is_operator
@@ -53,6 +54,7 @@ from api.admin.tenant_calls import (
     organizations,
     projects,
 )
+from api.admin.token_calls import TokenCalls, issuer_message
 from api.core import wire
 from api.core.errors import PermissionDenied
 from api.core.interceptor import Context
@@ -70,6 +72,7 @@ from metering.receipts.signing import Signer
 from metering.store.db import Sessions
 from metering.tenants.api_keys import list_api_keys, subject_ids
 from metering.tenants.members import person_id_of
+from metering.tenants.token_issuers import list_token_issuers
 
 
 class WebhookCalls(AuthenticatedServicer):
@@ -182,6 +185,9 @@ class AdminReads(AuthenticatedServicer):
         fleet_pb.ListFleetVersionsResponse, fleet_versions.list_versions, version_message
     )
     ListAuditEntries = listing(pb.ListAuditEntriesResponse, audit_entries, audit_message)
+    ListTokenIssuers = listing(
+        token_pb.ListTokenIssuersResponse, list_token_issuers, issuer_message
+    )
 
 
 class AdminServicer(
@@ -200,6 +206,7 @@ class AdminServicer(
     ServiceAccountCalls,
     PersonCalls,
     MemberReads,
+    TokenCalls,
     AdminReads,
     pb_grpc.AdminServiceServicer,
 ):
@@ -217,13 +224,14 @@ class AdminServicer(
         fleet: RunningFleet,
         in_thread: InThread = at_once,
         private_webhooks: bool = False,
+        private_issuers: bool = False,
     ) -> None:
         """`signer` signs the receipts of requests that `ExpireOverdueHolds` ends; with None, they
         get no receipt. `issuer` names the fonts with which billing profiles must be printable.
 
         `fleet` is that of this process. `in_thread` runs the parsing of a document, like
-        `RequestRegistry.in_thread`. `private_webhooks` permits webhooks in private networks and
-        over plain HTTP.
+        `RequestRegistry.in_thread`. `private_webhooks` and `private_issuers` permit URLs in
+        private networks and over plain HTTP.
         """
         super().__init__(authenticator, sessions)
         self._router = router
@@ -233,3 +241,4 @@ class AdminServicer(
         self._fleet = fleet
         self._in_thread = in_thread
         self._private_webhooks = private_webhooks
+        self._private_issuers = private_issuers

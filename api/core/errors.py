@@ -411,6 +411,19 @@ class ProcessUnavailable(ApiError):
     retry_after_s = 1.0
 
 
+class IssuerUnavailable(ApiError):
+    """The public keys of the issuer of a token cannot be read. Send the same call again."""
+
+    reason = "ISSUER_UNAVAILABLE"
+    retry_after_s = 5.0
+
+    def __init__(self, issuer: str, cause: str) -> None:
+        super().__init__(
+            f"The keys of your token's issuer {issuer[:200]} cannot be read: {cause}. Send the same"
+            " call again; if it lasts, tell your administrator."
+        )
+
+
 class Draining(ApiError):
     """This server is shutting down. Send the same request again; another server will accept it."""
 

@@ -57,6 +57,7 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
         metering_errors.InvitationInvalid,
         metering_errors.OrganizationClosed,
         metering_errors.ProjectClosed,
+        metering_errors.TokenInvalid,
     ),
     code_pb2.PERMISSION_DENIED: (
         errors.AddressNotAllowed,
@@ -89,6 +90,7 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
         errors.QueueFull,
         errors.StartsTooLate,
         errors.ProcessUnavailable,
+        errors.IssuerUnavailable,
         errors.EngineLost,
         engine_errors.EngineOverloaded,
         engine_errors.EngineUnavailable,

@@ -8,9 +8,7 @@ first. So neither a webhook that hangs nor an alert that is always refused delay
 attempt sends the same body, follows no redirect, reads only the head of the response, and has a
 time limit.
 
-Webhooks are called from inside the operator's network. Unless the operator allows more, only https
-and public addresses are used: a name is resolved once, and the checked address itself is connected
-to, so a later change of the name has no effect. Functions take a session and never commit; every
+Functions take a session and never commit; every
 change of a webhook writes the audit log.
 """
 
@@ -19,25 +17,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import json
 import logging
 import random
 import secrets
-import socket
-import threading
 import time
 import uuid
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from importlib.metadata import version
-from socket import AddressFamily
-from urllib.parse import urlsplit
 
 import aiohttp
-from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.abc import ResolveResult
 from sqlalchemy import func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -55,35 +46,18 @@ from metering.alerts.alerts import (
     facts_of,
     find_alert,
 )
+from metering.core import outbound
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import DatabaseUnavailable, InvalidValue, NotFound
 from metering.core.models import Organization, Quota, QuotaDimension, QuotaSubject
 from metering.core.money import to_decimal
+from metering.core.outbound import USER_AGENT, AddressRefused, addresses_of, connector
 from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Kind, window_end
 from metering.quotas.quotas import counted, noun_of, window_text
 from metering.store.db import Sessions, database_now, lock_holder, try_lock
 from metering.tenants.tenants import check_open, find_organization
 
 PRIVATE_ALLOWED = "WEIR_ALERT_WEBHOOKS_PRIVATE"
-URL_CHARS_MAX = 2000
-NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # the last 32 bits are an IPv4 address
-# Networks that some versions of Python treat as global although they are not: addresses of cloud
-# services reachable only from their machines (the first network has Oracle's, the second is
-# Azure's), and reserved or deprecated networks.
-NOT_PUBLIC = tuple(
-    ipaddress.ip_network(each)
-    for each in (
-        "192.0.0.0/24",
-        "168.63.129.16/32",
-        "192.88.99.0/24",
-        "fec0::/10",
-        "3fff::/20",
-        "64:ff9b:1::/48",
-    )
-)
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
 SECRET_PREFIX = "wh_"  # identifies secrets to scanners for leaks
 REMOVED = "the webhook was removed"
 ATTEMPT_S = 5.0  # from name resolution to the head of the response: receivers should process later
@@ -99,8 +73,10 @@ RETRY_DELAY_S_MAX = 3600.0
 DOUBLINGS_MAX = 20  # caps the exponent of the backoff
 
 
-class AddressRefused(Exception):
-    """A webhook's host resolves to no address that may be called."""
+def checked_url(url: str, *, private: bool) -> str:
+    """Validate the URL of a webhook, as `outbound.checked_url` does. Raises: InvalidValue."""
+    example = "https://example.com/alerts"
+    return outbound.checked_url(url, private=private, setting=PRIVATE_ALLOWED, example=example)
 
 
 def allows_private(environment: Mapping[str, str]) -> bool:
@@ -109,106 +85,6 @@ def allows_private(environment: Mapping[str, str]) -> bool:
     if text not in ("", "0", "1", "false", "true"):
         raise InvalidValue(PRIVATE_ALLOWED, "must be 1 or 0")
     return text in ("1", "true")
-
-
-def checked_url(url: str, *, private: bool) -> str:
-    """Validate a webhook URL and return it unchanged. The host name is not resolved.
-
-    `private` also allows plain HTTP and private addresses. Raises: InvalidValue.
-    """
-    if not url.isascii() or not url.isprintable() or " " in url or len(url) > URL_CHARS_MAX:
-        raise InvalidValue(
-            "url", f"must have at most {URL_CHARS_MAX} printable ASCII characters without spaces"
-        )
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port
-    except ValueError as error:
-        raise InvalidValue("url", f"{error}: write it as https://example.com/alerts") from error
-    if parts.scheme not in ("https", "http") or not host or port == 0:
-        raise InvalidValue("url", "must be a URL such as https://example.com/alerts")
-    if parts.username is not None or parts.password is not None or parts.fragment:
-        raise InvalidValue(
-            "url", "must not contain a user, password or fragment: requests are signed instead"
-        )
-    if parts.scheme == "http" and not private:
-        raise InvalidValue("url", f"must use https, unless the operator sets {PRIVATE_ALLOWED}=1")
-    if (address := literal(host)) is not None and not private and not is_public(address):
-        raise InvalidValue(
-            "url",
-            f"{host} is not a public address: use another, or let the operator set"
-            f" {PRIVATE_ALLOWED}=1",
-        )
-    return url
-
-
-def literal(host: str) -> Address | None:
-    """Parse a host as an IP address; return None if it is a name."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return None
-
-
-def is_public(address: Address) -> bool:
-    """Return True if an address, and any IPv4 address embedded in it, is publicly routable."""
-    if address in NAT64:  # the embedded IPv4 address decides
-        return is_public(ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF))
-    if (
-        not address.is_global
-        or address.is_multicast
-        or address.is_reserved
-        or address.is_unspecified
-    ):
-        return False
-    if any(address in network for network in NOT_PUBLIC):
-        return False
-    if isinstance(address, ipaddress.IPv4Address):
-        return True
-    inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
-    return all(is_public(each) for each in inner if each is not None)
-
-
-async def resolve_allowed(host: str, port: int, *, private: bool) -> list[ResolveResult]:
-    """Resolve a host and return the addresses that a webhook may call.
-
-    `private` allows all addresses. Raises: AddressRefused if none is allowed; OSError.
-    """
-    resolved = [
-        ResolveResult(hostname=host, host=str(at[0]), port=port, family=family, proto=0, flags=0)
-        for family, _, _, _, at in await resolve(host, port)
-    ]
-    allowed = [
-        each
-        for each in resolved
-        if private or ((address := literal(each["host"])) is not None and is_public(address))
-    ]
-    if not allowed:
-        raise AddressRefused(f"{host} does not resolve to a public address")
-    return allowed
-
-
-Resolution = list[tuple[int, int, int, str, tuple[object, ...]]]
-
-
-async def resolve(host: str, port: int) -> Resolution:
-    """Resolve a host name in a thread of its own, which can be abandoned if the resolver hangs.
-
-    Raises: OSError.
-    """
-    answer: Future[Resolution] = Future()
-    answer.set_running_or_notify_cancel()  # the caller may be cancelled; the answer is then dropped
-
-    def ask() -> None:
-        try:
-            answer.set_result([*socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)])
-        except UnicodeError as error:
-            answer.set_exception(OSError(f"{host} is not a valid name: {error}"))
-        except OSError as error:
-            answer.set_exception(OSError(f"host {host} is not found: {error.strerror or error}"))
-
-    threading.Thread(target=ask, name="webhook resolver", daemon=True).start()
-    return await asyncio.wrap_future(answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,21 +200,6 @@ async def _state(session: AsyncSession, webhook: AlertWebhook, owner: Organizati
     return WebhookState(webhook, owner, pending_count, last_error or "")
 
 
-class Resolved(AbstractResolver):
-    """aiohttp resolver that returns the addresses checked before, whatever the name."""
-
-    def __init__(self, addresses: list[ResolveResult]) -> None:
-        self._addresses = addresses
-
-    async def resolve(
-        self, host: str, port: int = 0, family: AddressFamily = AddressFamily.AF_UNSPEC
-    ) -> list[ResolveResult]:
-        return self._addresses
-
-    async def close(self) -> None:
-        """Implement `AbstractResolver.close`."""
-
-
 async def send(
     url: str, secret: str, body: bytes, *, private: bool, attempt_s: float = ATTEMPT_S
 ) -> str:
@@ -349,9 +210,7 @@ async def send(
     try:
         checked_url(url, private=private)
         async with asyncio.timeout(attempt_s):
-            parts = urlsplit(url)
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-            addresses = await resolve_allowed(parts.hostname or "", port, private=private)
+            addresses = await addresses_of(url, private=private)
             return await _post(url, signed_headers(secret, body, int(time.time())), body, addresses)
     except TimeoutError:
         return f"no answer within {attempt_s:g} s"
@@ -369,12 +228,11 @@ async def send(
 async def _post(
     url: str, headers: dict[str, str], body: bytes, addresses: list[ResolveResult]
 ) -> str:
-    connector = aiohttp.TCPConnector(
-        resolver=Resolved(addresses), use_dns_cache=False, force_close=True
-    )
     async with (
         aiohttp.ClientSession(
-            connector=connector, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False
+            connector=connector(addresses),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
         ) as session,
         session.post(url, data=body, headers=headers, allow_redirects=False) as answer,
     ):
@@ -391,7 +249,7 @@ def signed_headers(secret: str, body: bytes, at_s: int) -> dict[str, str]:
     """Build the headers of an attempt, with a signature over `at_s` (Unix time) and the body."""
     return {
         "Content-Type": "application/json",
-        "User-Agent": f"weir/{version('weir-server')}",
+        "User-Agent": USER_AGENT,
         SIGNATURE_HEADER: f"t={at_s},v1={signature(secret, body, at_s)}",
     }
 

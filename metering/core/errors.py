@@ -169,6 +169,24 @@ class ProjectClosed(KeyInvalid):
         )
 
 
+class TokenInvalid(KeyInvalid):
+    """The token is not accepted; the text says why.
+
+    `origins` are those of pages that may read this, because the token is for them.
+    """
+
+    reason = "TOKEN_INVALID"
+
+    def __init__(
+        self,
+        why: str,
+        remedy: str = "Send a new one from your identity provider.",
+        origins: Sequence[str] = (),
+    ) -> None:
+        super().__init__(f"Your token is not accepted: {why}. {remedy}")
+        self.origins = tuple(origins)
+
+
 class KeyRevoked(MeteringError):
     """The key is revoked, which nothing can undo."""
 

@@ -66,6 +66,7 @@ UPDATED = frozenset(
         "api_keys",
         "billing_months",
         "billing_profiles",
+        "client_tokens",
         "document_series",
         "export_progress",
         "holds",
@@ -94,6 +95,8 @@ UPDATED = frozenset(
         "stripe_objects",
         "superseded_secrets",
         "suspensions",
+        "token_issuers",
+        "token_revocations",
         "unrated_usage",
         "usage_events",
         "usage_subject_counts",
@@ -111,6 +114,7 @@ DELETED = frozenset(
         "alert_scans",
         "alert_webhooks",
         "cancel_commands",
+        "client_tokens",
         "live_reports",
         "prepaid_organizations",
         "queue_reports",
@@ -120,6 +124,7 @@ DELETED = frozenset(
         "rule_changes",
         "superseded_secrets",
         "suspensions",
+        "token_revocations",
         "unrated_usage",
     }
 )

@@ -30,9 +30,12 @@ from api.console.console import NAMES
 from api.core.health import SERVICES
 from metering.alerts.alerts import Alert
 from metering.core.models import QuotaDimension
-from metering.tenants.authentication import new_secret
+from metering.tenants.authentication import authenticate, new_secret
+from metering.tenants.client_tokens import ClientTokenTerms, create_client_token
 from metering.tenants.invitations import accept_invitation, invite
+from metering.tenants.key_terms import KeyTerms
 from metering.tenants.service_accounts import create_service_account
+from metering.tenants.token_issuers import IssuerTerms, create_token_issuer
 from tests.e2e.test_fuzzed_bodies import OF_OURS, incident_count
 from tests.metering.usage import Consumed, Customer, add_usage, new_price
 from tests.service import MODEL, Refusal, Service, Tenant, bearer, cancel, start
@@ -51,6 +54,7 @@ OF_KEYS = {"CreateApiKey", "RotateApiKey", "UpdateApiKey", "RevokeApiKey"}
 OF_ADMINS = {
     *("UpdateProject", "SuspendProject", "ResumeProject"),
     *("CreateProject", "SetQuota", "OverrideQuota", "DeleteQuota", "ListAuditEntries"),
+    *("CreateTokenIssuer", "DeleteTokenIssuer", "RevokeTokens"),
     *("SetAlertWebhook", "ListAlertWebhooks", "DeleteAlertWebhook", "TestAlertWebhook"),
 }
 OF_ADMINS |= {
@@ -61,6 +65,7 @@ OF_ADMINS |= {
 OF_CREDIT = {"ListCreditGrants", "GetCreditBalance"}
 OF_MEMBERS = {
     *("ListOrganizations", "ListProjects", "ListApiKeys", "ListQuotas", "ListPrices"),
+    "ListTokenIssuers",
     *("ListMembers", "ListServiceAccounts"),
 }
 ROLES = ("owner", "admin", "developer", "finance", "viewer")
@@ -103,6 +108,22 @@ COMMON = {
     "role": "developer",
     "label_key": "",
     "tag_label_keys": "team",
+    "issuer": "https://login.example.com",
+    "audience": "theirs",
+    "projects": "main",
+    "algorithms": "ES256",
+    "keys_url": "",
+    "keys": "",
+    "token_type": "",
+    "project_claim": "",
+    "end_user_claim": "sub",
+    "models_claim": "",
+    "max_output_tokens_claim": "",
+    "label_claims": "team",
+    "claim": "sub",
+    "value": "ada",
+    "call": "none",
+    "origins": "https://app.example.com",
     "display_name": "Ann",
     "search": "",
 }
@@ -207,7 +228,21 @@ async def victim(service: Service) -> Victim:
                 alert | {"threshold": 50, "limit_value": 1_234_567, "used": 700_000}
             )
         )
+    async with service.session() as session:
+        issuer = await create_token_issuer(
+            session,
+            organization=tenant.name,
+            terms=IssuerTerms(issuer="https://login.example.com", audience=tenant.name),
+            projects={"": "main"},
+            key_terms=KeyTerms(),
+            actor="test",
+        )
+        maker = await authenticate(session, tenant.secret)
+        terms = ClientTokenTerms(call="embeddings", model=MODEL, end_user=f"user-{label}")
+        client_token_id, _, _ = await create_client_token(session, maker, terms)
     things = {
+        "token_issuer_id": str(issuer.id),
+        "client_token_id": str(client_token_id),
         "organization": tenant.name,
         "project": f"{tenant.name}/main",
         "api_key": tenant.key.prefix,

@@ -23,17 +23,15 @@ from metering.alerts.alerts import find_alert, fire_due_alerts, list_alerts
 from metering.alerts.webhooks import (
     GIVE_UP_AFTER,
     RETRY_DELAY_S_MAX,
-    AddressRefused,
     Run,
     checked_url,
     deliver_alerts,
-    is_public,
-    resolve_allowed,
     send,
     signed_headers,
 )
 from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
+from metering.core.outbound import AddressRefused, is_public, resolve_allowed
 from metering.quotas.quota_admin import set_quota
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, create_engine, create_sessions

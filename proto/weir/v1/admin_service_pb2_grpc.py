@@ -12,6 +12,7 @@ from weir.v1 import members_pb2 as weir_dot_v1_dot_members__pb2
 from weir.v1 import plans_pb2 as weir_dot_v1_dot_plans__pb2
 from weir.v1 import prices_pb2 as weir_dot_v1_dot_prices__pb2
 from weir.v1 import replicas_pb2 as weir_dot_v1_dot_replicas__pb2
+from weir.v1 import tokens_pb2 as weir_dot_v1_dot_tokens__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -388,6 +389,26 @@ class AdminServiceStub:
                 '/weir.v1.AdminService/ReactivatePerson',
                 request_serializer=weir_dot_v1_dot_members__pb2.ReactivatePersonRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_members__pb2.ReactivatePersonResponse.FromString,
+                _registered_method=True)
+        self.CreateTokenIssuer = channel.unary_unary(
+                '/weir.v1.AdminService/CreateTokenIssuer',
+                request_serializer=weir_dot_v1_dot_tokens__pb2.CreateTokenIssuerRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_tokens__pb2.CreateTokenIssuerResponse.FromString,
+                _registered_method=True)
+        self.DeleteTokenIssuer = channel.unary_unary(
+                '/weir.v1.AdminService/DeleteTokenIssuer',
+                request_serializer=weir_dot_v1_dot_tokens__pb2.DeleteTokenIssuerRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_tokens__pb2.DeleteTokenIssuerResponse.FromString,
+                _registered_method=True)
+        self.ListTokenIssuers = channel.unary_unary(
+                '/weir.v1.AdminService/ListTokenIssuers',
+                request_serializer=weir_dot_v1_dot_tokens__pb2.ListTokenIssuersRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_tokens__pb2.ListTokenIssuersResponse.FromString,
+                _registered_method=True)
+        self.RevokeTokens = channel.unary_unary(
+                '/weir.v1.AdminService/RevokeTokens',
+                request_serializer=weir_dot_v1_dot_tokens__pb2.RevokeTokensRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_tokens__pb2.RevokeTokensResponse.FromString,
                 _registered_method=True)
 
 
@@ -902,6 +923,35 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateTokenIssuer(self, request, context):
+        """Trusts an issuer: its tokens authenticate callers of an organization from now on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteTokenIssuer(self, request, context):
+        """Trusts an issuer no more; requests with its tokens end in every process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTokenIssuers(self, request, context):
+        """Lists trusted issuers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeTokens(self, request, context):
+        """Revokes a token, or all of a session or subject; their requests end in every process.
+        Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1244,6 +1294,26 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ReactivatePerson,
                     request_deserializer=weir_dot_v1_dot_members__pb2.ReactivatePersonRequest.FromString,
                     response_serializer=weir_dot_v1_dot_members__pb2.ReactivatePersonResponse.SerializeToString,
+            ),
+            'CreateTokenIssuer': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateTokenIssuer,
+                    request_deserializer=weir_dot_v1_dot_tokens__pb2.CreateTokenIssuerRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_tokens__pb2.CreateTokenIssuerResponse.SerializeToString,
+            ),
+            'DeleteTokenIssuer': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteTokenIssuer,
+                    request_deserializer=weir_dot_v1_dot_tokens__pb2.DeleteTokenIssuerRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_tokens__pb2.DeleteTokenIssuerResponse.SerializeToString,
+            ),
+            'ListTokenIssuers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTokenIssuers,
+                    request_deserializer=weir_dot_v1_dot_tokens__pb2.ListTokenIssuersRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_tokens__pb2.ListTokenIssuersResponse.SerializeToString,
+            ),
+            'RevokeTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeTokens,
+                    request_deserializer=weir_dot_v1_dot_tokens__pb2.RevokeTokensRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_tokens__pb2.RevokeTokensResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -3089,6 +3159,114 @@ class AdminService:
             '/weir.v1.AdminService/ReactivatePerson',
             weir_dot_v1_dot_members__pb2.ReactivatePersonRequest.SerializeToString,
             weir_dot_v1_dot_members__pb2.ReactivatePersonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateTokenIssuer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/CreateTokenIssuer',
+            weir_dot_v1_dot_tokens__pb2.CreateTokenIssuerRequest.SerializeToString,
+            weir_dot_v1_dot_tokens__pb2.CreateTokenIssuerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteTokenIssuer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/DeleteTokenIssuer',
+            weir_dot_v1_dot_tokens__pb2.DeleteTokenIssuerRequest.SerializeToString,
+            weir_dot_v1_dot_tokens__pb2.DeleteTokenIssuerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTokenIssuers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListTokenIssuers',
+            weir_dot_v1_dot_tokens__pb2.ListTokenIssuersRequest.SerializeToString,
+            weir_dot_v1_dot_tokens__pb2.ListTokenIssuersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/RevokeTokens',
+            weir_dot_v1_dot_tokens__pb2.RevokeTokensRequest.SerializeToString,
+            weir_dot_v1_dot_tokens__pb2.RevokeTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

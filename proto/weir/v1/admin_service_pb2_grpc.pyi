@@ -14,6 +14,7 @@ from weir.v1 import members_pb2 as _members_pb2
 from weir.v1 import plans_pb2 as _plans_pb2
 from weir.v1 import prices_pb2 as _prices_pb2
 from weir.v1 import replicas_pb2 as _replicas_pb2
+from weir.v1 import tokens_pb2 as _tokens_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -229,6 +230,16 @@ class AdminServiceStub:
     """
     ReactivatePerson: _grpc.UnaryUnaryMultiCallable[_members_pb2.ReactivatePersonRequest, _members_pb2.ReactivatePersonResponse]
     """Accepts the keys of a deactivated person again, as they were. Idempotent."""
+    CreateTokenIssuer: _grpc.UnaryUnaryMultiCallable[_tokens_pb2.CreateTokenIssuerRequest, _tokens_pb2.CreateTokenIssuerResponse]
+    """Trusts an issuer: its tokens authenticate callers of an organization from now on."""
+    DeleteTokenIssuer: _grpc.UnaryUnaryMultiCallable[_tokens_pb2.DeleteTokenIssuerRequest, _tokens_pb2.DeleteTokenIssuerResponse]
+    """Trusts an issuer no more; requests with its tokens end in every process."""
+    ListTokenIssuers: _grpc.UnaryUnaryMultiCallable[_tokens_pb2.ListTokenIssuersRequest, _tokens_pb2.ListTokenIssuersResponse]
+    """Lists trusted issuers."""
+    RevokeTokens: _grpc.UnaryUnaryMultiCallable[_tokens_pb2.RevokeTokensRequest, _tokens_pb2.RevokeTokensResponse]
+    """Revokes a token, or all of a session or subject; their requests end in every process.
+    Idempotent.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -423,6 +434,16 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ReactivatePerson: _aio.UnaryUnaryMultiCallable[_members_pb2.ReactivatePersonRequest, _members_pb2.ReactivatePersonResponse]  # type: ignore[assignment]
     """Accepts the keys of a deactivated person again, as they were. Idempotent."""
+    CreateTokenIssuer: _aio.UnaryUnaryMultiCallable[_tokens_pb2.CreateTokenIssuerRequest, _tokens_pb2.CreateTokenIssuerResponse]  # type: ignore[assignment]
+    """Trusts an issuer: its tokens authenticate callers of an organization from now on."""
+    DeleteTokenIssuer: _aio.UnaryUnaryMultiCallable[_tokens_pb2.DeleteTokenIssuerRequest, _tokens_pb2.DeleteTokenIssuerResponse]  # type: ignore[assignment]
+    """Trusts an issuer no more; requests with its tokens end in every process."""
+    ListTokenIssuers: _aio.UnaryUnaryMultiCallable[_tokens_pb2.ListTokenIssuersRequest, _tokens_pb2.ListTokenIssuersResponse]  # type: ignore[assignment]
+    """Lists trusted issuers."""
+    RevokeTokens: _aio.UnaryUnaryMultiCallable[_tokens_pb2.RevokeTokensRequest, _tokens_pb2.RevokeTokensResponse]  # type: ignore[assignment]
+    """Revokes a token, or all of a session or subject; their requests end in every process.
+    Idempotent.
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Manages organizations, projects, API keys, quotas and prices. Calls need a key with the scope
@@ -1022,5 +1043,39 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_members_pb2.ReactivatePersonResponse, _abc.Awaitable[_members_pb2.ReactivatePersonResponse]]:
         """Accepts the keys of a deactivated person again, as they were. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def CreateTokenIssuer(
+        self,
+        request: _tokens_pb2.CreateTokenIssuerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tokens_pb2.CreateTokenIssuerResponse, _abc.Awaitable[_tokens_pb2.CreateTokenIssuerResponse]]:
+        """Trusts an issuer: its tokens authenticate callers of an organization from now on."""
+
+    @_abc_1.abstractmethod
+    def DeleteTokenIssuer(
+        self,
+        request: _tokens_pb2.DeleteTokenIssuerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tokens_pb2.DeleteTokenIssuerResponse, _abc.Awaitable[_tokens_pb2.DeleteTokenIssuerResponse]]:
+        """Trusts an issuer no more; requests with its tokens end in every process."""
+
+    @_abc_1.abstractmethod
+    def ListTokenIssuers(
+        self,
+        request: _tokens_pb2.ListTokenIssuersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tokens_pb2.ListTokenIssuersResponse, _abc.Awaitable[_tokens_pb2.ListTokenIssuersResponse]]:
+        """Lists trusted issuers."""
+
+    @_abc_1.abstractmethod
+    def RevokeTokens(
+        self,
+        request: _tokens_pb2.RevokeTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tokens_pb2.RevokeTokensResponse, _abc.Awaitable[_tokens_pb2.RevokeTokensResponse]]:
+        """Revokes a token, or all of a session or subject; their requests end in every process.
+        Idempotent.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -75,6 +75,7 @@ import {
   type RotatedApiKey,
   type ServedFleet,
   type ServiceAccount,
+  type TokenIssuer,
   type UndrainedReplica,
   type UsageForecast,
 } from "./generated_values.js";
@@ -495,6 +496,64 @@ export interface TestAlertWebhookOptions extends CallOptionsOf {
 export interface EraseEndUserOptions extends CallOptionsOf {
   /** Succeeds instead of NotFound if nothing has the name. */
   readonly allowMissing?: boolean | undefined;
+}
+
+/** Options of `createTokenIssuer`. */
+export interface CreateTokenIssuerOptions extends CallOptionsOf {
+  /**
+   * Accepted algorithms, such as "ES256". Empty: all asymmetric ones. Unknown or symmetric:
+   * InvalidRequest.
+   */
+  readonly algorithms?: readonly string[] | undefined;
+  /** URL of the issuer's public keys. Empty, without `keys`: its discovery document has it. */
+  readonly keysUrl?: string | undefined;
+  /**
+   * Public keys as a JSON Web Key Set. Empty: they are read from the issuer. Up to 65,536
+   * characters. With `keys_url`: InvalidRequest.
+   */
+  readonly keys?: string | undefined;
+  /** By how much the clocks of issuer and service may differ. 0 to 300 s. Unset: 30 s. */
+  readonly leewayMs?: number | undefined;
+  /** Longest life of a token, from `iat` to `exp`. 1 s to 24 hours. Unset: 1 hour. */
+  readonly lifetimeMaxMs?: number | undefined;
+  /** Required header `typ`, such as "at+jwt". Empty: "JWT", "at+jwt" or none. */
+  readonly tokenType?: string | undefined;
+  /** True if tokens without `jti` are refused. */
+  readonly requiresId?: boolean | undefined;
+  /** Claim that chooses the project. Empty: there is one project. */
+  readonly projectClaim?: string | undefined;
+  /** Claim that names the end user, such as "sub". Empty: requests name it. */
+  readonly endUserClaim?: string | undefined;
+  /** Claim with the allowed models, a list or a text with blanks. Empty: those of the key. */
+  readonly modelsClaim?: string | undefined;
+  /** Claim with the output tokens per request. Empty: the key's limit. */
+  readonly maxOutputTokensClaim?: string | undefined;
+  /** Claims that become labels of each request. At most 8. */
+  readonly labelClaims?: readonly string[] | undefined;
+  /** Models of the bound keys. Empty: all. */
+  readonly models?: readonly string[] | undefined;
+  /** Input tokens per request of the bound keys; 0: no limit. */
+  readonly maxInputTokens?: number | bigint | undefined;
+  /** Output tokens per request of the bound keys; 0: no limit. */
+  readonly maxOutputTokens?: number | bigint | undefined;
+  /** Networks that the tokens may be used from. Empty: all. */
+  readonly allowedNetworks?: readonly string[] | undefined;
+  /** Group of the bound keys. Empty: none. */
+  readonly group?: string | undefined;
+  /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
+  readonly requestId?: string | undefined;
+}
+
+/** Options of `deleteTokenIssuer`. */
+export interface DeleteTokenIssuerOptions extends CallOptionsOf {
+  /** Succeeds instead of NotFound. */
+  readonly allowMissing?: boolean | undefined;
+}
+
+/** Options of `listTokenIssuers`. */
+export interface ListTokenIssuersOptions extends CallOptionsOf {
+  /** Name or id of an organization; empty: all. Unknown: NotFound. */
+  readonly organization?: string | undefined;
 }
 
 /** Options of `getFleet`. */
@@ -1598,6 +1657,109 @@ export class AdminCalls extends UnaryClient {
     const method = AdminService.method.eraseEndUser;
     const response = await this.connection.call(method, init, options);
     return wire.erasedEndUser(response);
+  }
+
+  /**
+   * Trusts an issuer: its tokens authenticate callers of an organization from now on.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param issuer URL of the issuer, exactly as in the claim `iss`. Https, on a public address,
+   * unless the operator allows others. AlreadyExists if an issuer is trusted for the audience.
+   * @param audience Audience that must be in the claim `aud`. 1 to 255 characters.
+   * @param projects The project of the organization, by name or id. With a `project_claim`: up to
+   * 50, each after the value of the claim, such as "team-7=search".
+   */
+  async createTokenIssuer(
+    organization: string,
+    issuer: string,
+    audience: string,
+    projects: readonly string[],
+    options: CreateTokenIssuerOptions = {},
+  ): Promise<TokenIssuer> {
+    const init = defined({
+      organization: organization,
+      issuer: issuer,
+      audience: audience,
+      projects: [...projects],
+      algorithms: options.algorithms && [...options.algorithms],
+      keysUrl: options.keysUrl,
+      keys: options.keys,
+      leeway: duration("leewayMs", options.leewayMs),
+      lifetimeMax: duration("lifetimeMaxMs", options.lifetimeMaxMs),
+      tokenType: options.tokenType,
+      requiresId: options.requiresId,
+      projectClaim: options.projectClaim,
+      endUserClaim: options.endUserClaim,
+      modelsClaim: options.modelsClaim,
+      maxOutputTokensClaim: options.maxOutputTokensClaim,
+      labelClaims: options.labelClaims && [...options.labelClaims],
+      models: options.models && [...options.models],
+      maxInputTokens: whole("maxInputTokens", options.maxInputTokens),
+      maxOutputTokens: whole("maxOutputTokens", options.maxOutputTokens),
+      allowedNetworks: options.allowedNetworks && [...options.allowedNetworks],
+      group: options.group,
+      requestId: options.requestId ?? randomUUID(),
+    });
+    const method = AdminService.method.createTokenIssuer;
+    const response = await this.connection.call(method, init, options);
+    return wire.tokenIssuer(response.tokenIssuer);
+  }
+
+  /**
+   * Trusts an issuer no more; requests with its tokens end in every process.
+   *
+   * @param tokenIssuer Id of the issuer. Unknown: NotFound.
+   */
+  async deleteTokenIssuer(
+    tokenIssuer: string,
+    options: DeleteTokenIssuerOptions = {},
+  ): Promise<boolean> {
+    const init = defined({
+      tokenIssuerId: tokenIssuer,
+      allowMissing: options.allowMissing,
+    });
+    const method = AdminService.method.deleteTokenIssuer;
+    const response = await this.connection.call(method, init, options);
+    return response.deleted;
+  }
+
+  /**
+   * Lists trusted issuers.
+   */
+  async listTokenIssuers(
+    options: ListTokenIssuersOptions = {},
+  ): Promise<TokenIssuer[]> {
+    const init = defined({
+      organization: options.organization,
+    });
+    const method = AdminService.method.listTokenIssuers;
+    const response = await this.connection.call(method, init, options);
+    return response.tokenIssuers.map((each) => wire.tokenIssuer(each));
+  }
+
+  /**
+   * Revokes a token, or all of a session or subject; their requests end in every process.
+   * Idempotent.
+   *
+   * @param tokenIssuer Id of the issuer. Unknown: NotFound.
+   * @param claim The claim that names the tokens: "jti" for one token, "sid" for those of a
+   * session, "sub" for those of a subject that were issued until now.
+   * @param value Its value: 1 to 255 characters.
+   */
+  async revokeTokens(
+    tokenIssuer: string,
+    claim: string,
+    value: string,
+    options: CallOptionsOf = {},
+  ): Promise<datetime | None> {
+    const init = defined({
+      tokenIssuerId: tokenIssuer,
+      claim: claim,
+      value: value,
+    });
+    const method = AdminService.method.revokeTokens;
+    const response = await this.connection.call(method, init, options);
+    return wire.datetime | None(response.expireTime);
   }
 
   /**

@@ -227,6 +227,12 @@ import {
   type ResaleStatementLine as ResaleStatementLineMessage,
 } from "./gen/weir/v1/resale_pb.js";
 import {
+  TokenIssuerSchema,
+  TokenProjectSchema,
+  type TokenIssuer as TokenIssuerMessage,
+  type TokenProject as TokenProjectMessage,
+} from "./gen/weir/v1/tokens_pb.js";
+import {
   BillingProfileSchema,
   QuotaStatusSchema,
   QuotaSubject as QuotaSubjectMessage,
@@ -351,9 +357,11 @@ import {
   type SimulatedCustomer,
   type Suspension,
   type Timings,
+  type TokenIssuer,
   type TokenKind,
   type TokenLogprob,
   type TokenLogprobs,
+  type TokenProject,
   type UndrainedReplica,
   type Usage,
   type UsageForecast,
@@ -1535,6 +1543,43 @@ export function removedMember(
   return {
     revokedKeys: value.revokedKeys,
     keptKeys: value.keptKeys,
+  };
+}
+
+export function tokenProject(
+  value: TokenProjectMessage = create(TokenProjectSchema),
+): TokenProject {
+  return {
+    claimValue: value.claimValue,
+    projectName: value.projectName,
+    apiKeyId: value.apiKeyId,
+    prefix: value.prefix,
+  };
+}
+
+export function tokenIssuer(
+  value: TokenIssuerMessage = create(TokenIssuerSchema),
+): TokenIssuer {
+  return {
+    tokenIssuerId: value.tokenIssuerId,
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    issuer: value.issuer,
+    audience: value.audience,
+    algorithms: value.algorithms,
+    keysUrl: value.keysUrl,
+    keys: value.keys,
+    leewayMs: durationMs(value.leeway),
+    lifetimeMaxMs: durationMs(value.lifetimeMax),
+    tokenType: value.tokenType,
+    requiresId: value.requiresId,
+    projectClaim: value.projectClaim,
+    endUserClaim: value.endUserClaim,
+    modelsClaim: value.modelsClaim,
+    maxOutputTokensClaim: value.maxOutputTokensClaim,
+    labelClaims: value.labelClaims,
+    projects: value.projects.map((each) => tokenProject(each)),
+    createTime: date(value.createTime),
   };
 }
 

@@ -26,6 +26,7 @@ from weir.v1 import (
     prices_pb2,
     replicas_pb2,
     resale_pb2,
+    tokens_pb2,
     usage_reports_pb2,
 )
 
@@ -78,6 +79,7 @@ from weir_client.generated_values import (
     RotatedApiKey,
     ServedFleet,
     ServiceAccount,
+    TokenIssuer,
     UndrainedReplica,
     UsageForecast,
 )
@@ -1009,6 +1011,131 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.EraseEndUser, request)
         return wire.read(ErasedEndUser, response)
 
+    async def create_token_issuer(
+        self,
+        organization: str,
+        issuer: str,
+        audience: str,
+        projects: Sequence[str],
+        *,
+        algorithms: Sequence[str] = (),
+        keys_url: str = "",
+        keys: str = "",
+        leeway: timedelta | None = None,
+        lifetime_max: timedelta | None = None,
+        token_type: str = "",
+        requires_id: bool = False,
+        project_claim: str = "",
+        end_user_claim: str = "",
+        models_claim: str = "",
+        max_output_tokens_claim: str = "",
+        label_claims: Sequence[str] = (),
+        models: Sequence[str] = (),
+        max_input_tokens: int | None = None,
+        max_output_tokens: int | None = None,
+        allowed_networks: Sequence[str] = (),
+        group: str = "",
+        request_id: str | None = None,
+    ) -> TokenIssuer:
+        """Trusts an issuer: its tokens authenticate callers of an organization from now on.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `issuer`: URL of the issuer, exactly as in the claim `iss`. Https, on a public address,
+            unless the operator allows others. AlreadyExists if an issuer is trusted for the
+            audience.
+        `audience`: Audience that must be in the claim `aud`. 1 to 255 characters.
+        `projects`: The project of the organization, by name or id. With a `project_claim`: up to
+            50, each after the value of the claim, such as "team-7=search".
+        `algorithms`: Accepted algorithms, such as "ES256". Empty: all asymmetric ones. Unknown or
+            symmetric: InvalidRequest.
+        `keys_url`: URL of the issuer's public keys. Empty, without `keys`: its discovery document
+            has it.
+        `keys`: Public keys as a JSON Web Key Set. Empty: they are read from the issuer. Up to
+            65,536 characters. With `keys_url`: InvalidRequest.
+        `leeway`: By how much the clocks of issuer and service may differ. 0 to 300 s. Unset: 30 s.
+        `lifetime_max`: Longest life of a token, from `iat` to `exp`. 1 s to 24 hours. Unset: 1
+            hour.
+        `token_type`: Required header `typ`, such as "at+jwt". Empty: "JWT", "at+jwt" or none.
+        `requires_id`: True if tokens without `jti` are refused.
+        `project_claim`: Claim that chooses the project. Empty: there is one project.
+        `end_user_claim`: Claim that names the end user, such as "sub". Empty: requests name it.
+        `models_claim`: Claim with the allowed models, a list or a text with blanks. Empty: those of
+            the key.
+        `max_output_tokens_claim`: Claim with the output tokens per request. Empty: the key's limit.
+        `label_claims`: Claims that become labels of each request. At most 8.
+        `models`: Models of the bound keys. Empty: all.
+        `max_input_tokens`: Input tokens per request of the bound keys; 0: no limit.
+        `max_output_tokens`: Output tokens per request of the bound keys; 0: no limit.
+        `allowed_networks`: Networks that the tokens may be used from. Empty: all.
+        `group`: Group of the bound keys. Empty: none.
+        `request_id`: Idempotency key: see the service. Not a UUID: InvalidRequest.
+        """
+        request = wire.request(
+            tokens_pb2.CreateTokenIssuerRequest,
+            organization=organization,
+            issuer=issuer,
+            audience=audience,
+            projects=projects,
+            algorithms=algorithms,
+            keys_url=keys_url,
+            keys=keys,
+            leeway=leeway,
+            lifetime_max=lifetime_max,
+            token_type=token_type,
+            requires_id=requires_id,
+            project_claim=project_claim,
+            end_user_claim=end_user_claim,
+            models_claim=models_claim,
+            max_output_tokens_claim=max_output_tokens_claim,
+            label_claims=label_claims,
+            models=models,
+            max_input_tokens=max_input_tokens,
+            max_output_tokens=max_output_tokens,
+            allowed_networks=allowed_networks,
+            group=group,
+            request_id=request_id or str(uuid.uuid4()),
+        )
+        response = await self._call(self._stub.CreateTokenIssuer, request)
+        return wire.read(TokenIssuer, response.token_issuer)
+
+    async def delete_token_issuer(self, token_issuer: str, *, allow_missing: bool = False) -> bool:
+        """Trusts an issuer no more; requests with its tokens end in every process.
+
+        `token_issuer`: Id of the issuer. Unknown: NotFound.
+        `allow_missing`: Succeeds instead of NotFound.
+        """
+        request = wire.request(
+            tokens_pb2.DeleteTokenIssuerRequest,
+            token_issuer_id=token_issuer,
+            allow_missing=allow_missing,
+        )
+        response = await self._call(self._stub.DeleteTokenIssuer, request)
+        return response.deleted
+
+    async def list_token_issuers(self, organization: str = "") -> list[TokenIssuer]:
+        """Lists trusted issuers.
+
+        `organization`: Name or id of an organization; empty: all. Unknown: NotFound.
+        """
+        request = wire.request(tokens_pb2.ListTokenIssuersRequest, organization=organization)
+        response = await self._call(self._stub.ListTokenIssuers, request)
+        return [wire.read(TokenIssuer, each) for each in response.token_issuers]
+
+    async def revoke_tokens(self, token_issuer: str, claim: str, value: str) -> datetime | None:
+        """Revokes a token, or all of a session or subject; their requests end in every process.
+        Idempotent.
+
+        `token_issuer`: Id of the issuer. Unknown: NotFound.
+        `claim`: The claim that names the tokens: "jti" for one token, "sid" for those of a session,
+            "sub" for those of a subject that were issued until now.
+        `value`: Its value: 1 to 255 characters.
+        """
+        request = wire.request(
+            tokens_pb2.RevokeTokensRequest, token_issuer_id=token_issuer, claim=claim, value=value
+        )
+        response = await self._call(self._stub.RevokeTokens, request)
+        return wire.read(datetime | None, response.expire_time)
+
     async def get_fleet(self, number: int = 0) -> ServedFleet:
         """Returns a version of the fleet, and the version that each process serves.
 
@@ -1323,6 +1450,10 @@ class BlockingAdminCalls(BlockingUnaryClient):
     delete_alert_webhook = blocking(AsyncAdminCalls.delete_alert_webhook)
     test_alert_webhook = blocking(AsyncAdminCalls.test_alert_webhook)
     erase_end_user = blocking(AsyncAdminCalls.erase_end_user)
+    create_token_issuer = blocking(AsyncAdminCalls.create_token_issuer)
+    delete_token_issuer = blocking(AsyncAdminCalls.delete_token_issuer)
+    list_token_issuers = blocking(AsyncAdminCalls.list_token_issuers)
+    revoke_tokens = blocking(AsyncAdminCalls.revoke_tokens)
     get_fleet = blocking(AsyncAdminCalls.get_fleet)
     apply_fleet = blocking(AsyncAdminCalls.apply_fleet)
     list_fleet_versions = blocking(AsyncAdminCalls.list_fleet_versions)

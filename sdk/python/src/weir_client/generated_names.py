@@ -20,6 +20,7 @@ PrepaidCredit Price PriceList PriceVersion Project QuotaDimension QuotaStatus Qu
 Reconciliation RecordedRequest RefusedField RemainingCredit RemovedMember Replica ReplicaDrain
 ReplicaList ReplicaRental ReplicaState RequestCounts RequestPhase ResalePrice ResaleStatement
 ResaleStatementFormat ResaleStatementLine ResentInvitation RotatedApiKey ServedFleet ServiceAccount
-SimulatedCustomer Stage Suspension Timings TokenKind TokenLogprob TokenLogprobs UndrainedReplica
-Usage UsageForecast UsageGrouping UsagePage UsageReport UsageRow UsageShare
+SimulatedCustomer Stage Suspension Timings TokenIssuer TokenKind TokenLogprob TokenLogprobs
+TokenProject UndrainedReplica Usage UsageForecast UsageGrouping UsagePage UsageReport UsageRow
+UsageShare
 """
