@@ -457,17 +457,15 @@ class Line(Generic[Item]):
             self._listed_count += 1
             heapq.heappush(self._queued, (level, self._listed_count, tenant))
 
-    def height(self) -> float:
-        """Return the highest counter of tenants that have requests in any process; without any, the
-        level. Takes linear time. It hardly depends on who has requests at the moment, as the level
-        does, so lines of several processes are compared by it.
+    def height(self) -> float | None:
+        """Return the highest counter of tenants with requests in the engine, or in other processes;
+        None without any. Takes linear time. It hardly depends on who has requests at the moment, as
+        the level does, so lines of several processes are compared by it.
         """
         counters = [
-            tenant.counter
-            for tenant in self._tenants.values()
-            if tenant.waiting or tenant.owed or tenant.elsewhere
+            tenant.counter for tenant in self._tenants.values() if tenant.owed or tenant.elsewhere
         ]
-        return max(counters, default=self.level())
+        return max(counters, default=None)
 
     def report(self) -> LineReport:
         """Describe the line for other processes, and begin new periods of idle tenants."""
@@ -495,11 +493,12 @@ class Line(Generic[Item]):
                 self._period_count += 1
                 tenant.period, tenant.served = self._period_count, 0.0
         first = self.next_tenant()
+        height, level = self.height(), self.level()
         return LineReport(
-            self.height(),
+            level if height is None else height,
             None if first is None else first.rank,
             tuple(tenants),
-            self.level(),
+            level,
         )
 
     def absorb(self, process_id: uuid.UUID, report: LineReport, *, is_new: bool) -> float:
@@ -511,7 +510,9 @@ class Line(Generic[Item]):
         """
         is_behind = False
         if is_new:
-            gap = report.height - self.height()
+            height = self.height()
+            # Before its first request to the engine, a line has nothing but its level.
+            gap = report.level - self.level() if height is None else report.height - height
             is_behind = gap < 0
             if gap > 0:
                 self.rise(gap)
