@@ -102,8 +102,8 @@ class Exchange:
         self._apply()
 
     def pause(self) -> None:
-        """Dispatch nothing before the next exchange, or `resume`: reports are not read while there
-        are no requests, so the level is that of long ago, and requests would precede all others.
+        """Dispatch nothing before the next exchange, or `resume`: a process without requests reads
+        no reports, so it knows the level of long ago, and its requests would precede all others.
         """
         for queue in self.queues.values():
             queue.is_paused = True

@@ -192,6 +192,25 @@ class Tenant(Generic[Item]):
         """Sort key of the tenant: lowest rank, then longest wait."""
         return self.rank, next(iter(self.waiting)).number if self.waiting else 0
 
+    def lift(self, level: float) -> None:
+        """Start at the level after idling, if the counter is below."""
+        if self.counter < level:
+            self.counter = level
+            self.underway.clear()
+            self.underway_units = 0.0
+
+    def presume(self, units: float) -> None:
+        """Presume that processes in which requests wait dispatch one when this one does, until they
+        report again. Otherwise all of them would give out the same ranks.
+        """
+        for process_id, each in self.elsewhere.items():
+            before = self.presumed.get(process_id, 0.0)
+            count = each.waiting_count + each.dispatched_count
+            more = min(units, count * units - before)
+            if more > 0:
+                self.presumed[process_id] = before + more
+                self.presumed_units += more
+
 
 class Line(Generic[Item]):
     """Tenants of one tier, with their waiting requests."""
@@ -268,20 +287,13 @@ class Line(Generic[Item]):
         if tenant is None:
             tenant = self._add(tenant_id, weight)
         if not (tenant.waiting or tenant.dispatched or (tenant.elsewhere and tenant.is_queued)):
-            self._lift(tenant)
+            tenant.lift(self.level())
         tenant.weight = weight
         self._note_level(tenant)
         # As `Tenant.rank`
         owed_units = tenant.owed_units + tenant.owed_elsewhere + tenant.presumed_units
         rank = tenant.counter + owed_units / weight
         return tenant, max(rank, next(reversed(tenant.ranks.values()))) if tenant.ranks else rank
-
-    def _lift(self, tenant: Tenant[Item]) -> None:
-        """Let a tenant that returns from idling start at the level, if it is below."""
-        if tenant.counter < (level := self.level()):
-            tenant.counter = level
-            tenant.underway.clear()
-            tenant.underway_units = 0.0
 
     def _add(self, tenant_id: uuid.UUID, weight: float) -> Tenant[Item]:
         self._forget_idle()
@@ -358,19 +370,7 @@ class Line(Generic[Item]):
         )
         tenant.owed_units += units
         if tenant.elsewhere:
-            self._presume(tenant, units)
-
-    def _presume(self, tenant: Tenant[Item], units: float) -> None:
-        """Presume that processes in which requests of a tenant wait dispatch one when this does,
-        until they report again. Otherwise all of them would give out the same ranks.
-        """
-        for process_id, each in tenant.elsewhere.items():
-            before = tenant.presumed.get(process_id, 0.0)
-            count = each.waiting_count + each.dispatched_count
-            more = min(units, count * units - before)
-            if more > 0:
-                tenant.presumed[process_id] = before + more
-                tenant.presumed_units += more
+            tenant.presume(units)
 
     def begun(self, item: Item, tenant: Tenant[Item]) -> None:
         """Record that the engine has started on a request: charge its tenant for the input."""
@@ -459,8 +459,8 @@ class Line(Generic[Item]):
 
     def height(self) -> float | None:
         """Return the highest counter of tenants with requests in the engine, or in other processes;
-        None without any. Takes linear time. It hardly depends on who has requests at the moment, as
-        the level does, so lines of several processes are compared by it.
+        None without any. Takes linear time. A tenant with requests now and then changes the level,
+        and hardly the height, so lines of several processes are compared by their heights.
         """
         counters = [
             tenant.counter for tenant in self._tenants.values() if tenant.owed or tenant.elsewhere
@@ -536,7 +536,7 @@ class Line(Generic[Item]):
                 units += weighted * each.weight
             if is_behind:
                 if not tenant.is_queued:
-                    self._lift(tenant)
+                    tenant.lift(self.level())
             elif is_new or not (tenant.waiting or tenant.owed):
                 tenant.counter = max(tenant.counter, each.counter)
             else:
@@ -568,6 +568,8 @@ class Line(Generic[Item]):
         for tenant in dropped:
             del tenant.elsewhere[process_id]
             tenant.presumed_units -= tenant.presumed.pop(process_id, 0.0)
+            if not tenant.presumed:
+                tenant.presumed_units = 0.0
         return dropped
 
     def _settle(self, tenants: list[Tenant[Item]]) -> None:

@@ -82,7 +82,7 @@ class EngineModel:
 
 
 POOL = "pool"
-ROUND_TRIP_S = 0.005  # to the database
+EXCHANGE_S = 0.005
 
 
 @dataclass(slots=True, eq=False)
@@ -169,7 +169,7 @@ class World:
         if not process.is_awake:
             process.is_awake = True
             process.exchange.pause()
-            self.at(self.now + ROUND_TRIP_S, partial(self._tick, process))
+            self.at(self.now + EXCHANGE_S, partial(self._tick, process))
             self.at(self.now + LEVEL_WAIT_S, process.exchange.resume)
 
     def _tick(self, process: Process) -> None:

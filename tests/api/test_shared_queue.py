@@ -22,7 +22,7 @@ from api.queue.virtual_tokens import (
 )
 from metering.control.queue_reports import QueueReportRow
 from tests.api.queue_world import (
-    ROUND_TRIP_S,
+    EXCHANGE_S,
     EngineModel,
     Request,
     World,
@@ -34,7 +34,7 @@ from tests.api.queue_world import (
 WIDE = EngineModel(running_max=64, step_tokens_max=2048, step_s=0.02, token_s=0.00001)
 # A batch of few places, which a flood takes all at once, and steps of one length.
 NARROW = EngineModel(running_max=16, step_tokens_max=2048, step_s=0.1, token_s=0.000001)
-PLACES = QueueSettings(requests_max=60, requests_per_tenant_max=60)
+BOUNDS = QueueSettings(requests_max=60, requests_per_tenant_max=60)
 PROCESSES = 4
 CUT_OFF_S = 3.0
 
@@ -145,7 +145,9 @@ def excess_of_a_newcomer(begin: float, end: float) -> float:
     return served["new"] - served["old"]
 
 
-def test_a_tenant_that_begins_elsewhere_first_gets_its_places_and_then_its_share() -> None:
+def test_a_tenant_that_begins_elsewhere_fills_its_part_of_the_batch_and_then_gets_its_share() -> (
+    None
+):
     in_engine = WIDE.running_max * (1000 * INPUT_TOKEN_COST + 150 * OUTPUT_TOKEN_COST)
     first_s, rate = 5.0, in_engine / 3
 
@@ -206,7 +208,7 @@ def quiet_ttfts(
     """
     quiet, token_count = list[float](), 0
     for seed in range(3):
-        world = World(PLACES, NARROW, process_count=process_count, counts_steps=counts_steps)
+        world = World(BOUNDS, NARROW, process_count=process_count, counts_steps=counts_steps)
         rng = random.Random(seed)
 
         def request(tenant: str, rng: random.Random = rng) -> Request:
@@ -245,7 +247,7 @@ def test_a_flood_through_all_processes_is_hardly_noticed_and_costs_no_throughput
 
 def test_a_request_to_an_idle_process_precedes_nobody() -> None:
     """The process knows the level of long ago, until it has read the reports of the others."""
-    world = World(PLACES, NARROW, process_count=2)
+    world = World(BOUNDS, NARROW, process_count=2)
     run_agents(world, "old", 30, [0], 25.0)
     late = Request("late", 256, 20, 20.0, process=1)
     levels: list[float] = []
@@ -258,7 +260,7 @@ def test_a_request_to_an_idle_process_precedes_nobody() -> None:
     world.run(25.0)
 
     assert late.entry is not None
-    assert late.dispatched_at == pytest.approx(20.0 + ROUND_TRIP_S)
+    assert late.dispatched_at == pytest.approx(20.0 + EXCHANGE_S)
     assert late.entry.rank == pytest.approx(levels[0], rel=0.02)
 
 
