@@ -1,9 +1,9 @@
 """Service before a cluster of simulated GPUs: CPU per token and request with 1, 8 and 64 replicas.
 
-Also shows the load that fills one api core, and the gain of a second one.
+Also shows the load that fills one api core, and what 1, 2 and 4 api processes cost and serve.
 
     python -m bench.cluster [--seconds 5] [--replicas 1,8,64] [--dilation 0.2,1.6,13]
-        [--directory /dev/shm]
+        [--processes 1,2,4] [--directory /dev/shm]
 
 gRPC, authentication, tokenizing, admission, queue, placement, metering and settlement are the
 product's, and so are the engines' worker processes, one for each replica, with their schedulers and
@@ -17,20 +17,35 @@ times slower than the hardware, and 0.2 that one is five times faster, to compar
 Undilated is the rate at the hardware's own speed. The tokens of a replica's step for one stream
 are one message; larger messages cost less per token.
 
-One core runs the api processes (two share it in the last two cases), the other one everything else:
-PostgreSQL, workers, client. Costs are CPU time of processes. Figures for a full api core are
-computed from them; the case `full` checks them. In the last case both api processes use the same
-workers.
+One core runs the api processes, the other one everything else: PostgreSQL, workers, client. Costs
+are CPU time of processes. Figures for a full api core are computed from them; the case `full`
+checks them.
+
+In the last case one, two and four api processes use the same workers, under the same load. They
+share the api core, so their throughput with a core for each is computed: the number of cores, over
+the CPU time of a request. What processes cost each other is in that time: exchanges of queues, and
+smaller groups of statements. PostgreSQL's time for a request is beside it, and waits for its locks
+are not. The memory is that of the workers, shared pages divided. In the burst, twice as many
+requests as a key may have in a month are sent at once to all processes; `over` are those admitted
+beyond the limit.
+
+`--replicas ""`, `--full 0` and `--processes ""` leave these cases out.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
+
+import psycopg
+from weir_client import Client, WeirError
 
 from api.core.settings import Settings, bundled_models
 from bench.grpc_load import MARK, await_replicas
@@ -46,6 +61,8 @@ from bench.site import (
     pin,
     run_load,
 )
+from metering.store.db import psycopg_conninfo
+from metering.tenants.authentication import prefix_of
 
 STREAM_COUNT = 16
 OUTSTANDING_PER_REPLICA = 32
@@ -60,6 +77,11 @@ WORDS = (
 SHARED_WORDS, OWN_WORDS = 200, 816
 OUTPUT_TOKENS_MAX = 800  # few answers reach it, so that the mean is kept
 PROMPT_COUNT = 64
+BURST_LIMIT = 100  # requests in a month: room does not come back in the burst
+SET_LIMIT = """
+INSERT INTO quotas (subject, subject_id, dimension, limit_value)
+SELECT 'project', project_id, 'requests_per_month', %s FROM api_keys WHERE prefix = %s
+"""
 FIGURES = {
     "token_us": Figure("api CPU of a token, µs", ".1f"),
     "api_us": Figure("api CPU a request, µs"),
@@ -78,6 +100,10 @@ FIGURES = {
     "full_requests_per_s": Figure("full core, requests/s"),
     "full_replicas": Figure("full core, replicas", ".1f"),
     "full_postgres": Figure("such cores for a PG core", ".1f"),
+    "all_requests_per_s": Figure("a core each, requests/s"),
+    "workers_mib": Figure("memory of workers, MiB"),
+    "burst_admitted": Figure("admitted in a burst", compared="no"),
+    "burst_over": Figure("over its limit", compared="no"),
 }
 
 
@@ -108,7 +134,7 @@ def prompts(own_words: int) -> list[str]:
 
 @contextlib.contextmanager
 def cluster(
-    site: Site, key: str, replica_count: int, dilation: float, api_count: int, *, is_shared: bool
+    site: Site, key: str, replica_count: int, dilation: float, api_count: int
 ) -> Iterator[tuple[list[str], Processes]]:
     """Run the api processes of a case, with all their replicas ready."""
     with contextlib.ExitStack() as stack:
@@ -116,7 +142,7 @@ def cluster(
         engines = stack.enter_context(site.home())
         for _ in range(api_count):
             home = stack.enter_context(site.home())
-            count = replica_count if is_shared else replica_count // api_count
+            count = replica_count
             version = {
                 "engine": "simulated",
                 "directory": str(next(iter(bundled_models().values())).absolute()),
@@ -126,7 +152,7 @@ def cluster(
             settings = Settings.of(
                 database_url=site.database_url,
                 home=home,
-                engine_directory=str(engines) if is_shared else "",
+                engine_directory=str(engines),
                 listen="127.0.0.1:0",
                 models={},
                 fleet=str(home / "fleet.yaml"),
@@ -156,19 +182,15 @@ def run(
     replica_count: int,
     dilation: float,
     api_count: int = 1,
-    *,
-    is_shared: bool = False,
+    burst_keys: Iterator[str] | None = None,
 ) -> Values:
     """Run a cluster and measure it under load from one client.
 
     The first requests have short prompts: otherwise all would be in prefill at the same time, and a
-    steady state would take long. The engines end answers, so that their lengths vary. Raises:
-    RuntimeError if a request fails.
+    steady state would take long. The engines end answers, so that their lengths vary. A burst with
+    the next of `burst_keys` follows. Raises: RuntimeError if a request fails.
     """
-    with cluster(site, keys[0], replica_count, dilation, api_count, is_shared=is_shared) as (
-        addresses,
-        processes,
-    ):
+    with cluster(site, keys[0], replica_count, dilation, api_count) as (addresses, processes):
         load = {
             "addresses": addresses,
             "model": MODEL,
@@ -182,6 +204,8 @@ def run(
             "seconds": seconds,
         }
         report, used_s = run_load(("bench.grpc_load", "client"), load, processes)
+        workers_mib = sum(map(pss_mib, processes["workers"]()))
+        admitted = None if burst_keys is None else burst(addresses, next(burst_keys))
     used_s["client"] = report["cpu_s"]
     wall_s, token_count = report["wall_s"], report["token_count"]
     busy = {name: used / wall_s for name, used in used_s.items()}
@@ -189,7 +213,7 @@ def run(
         f"{name}_us": used / max(report["request_count"], 1) * 1e6 for name, used in used_s.items()
     }
     tokens_per_s, token_us = token_count / wall_s, used_s["api"] / token_count * 1e6
-    return {
+    values = {
         "token_us": token_us,
         **request_us,
         "dilation": dilation,
@@ -206,15 +230,52 @@ def run(
             request_us["postgres_us"],
             tokens_per_s * dilation / replica_count,
         ),
+        "all_requests_per_s": api_count * 1e6 / request_us["api_us"],
+        "workers_mib": workers_mib,
     }
+    if admitted is None:
+        return values
+    return {**values, "burst_admitted": admitted, "burst_over": admitted - BURST_LIMIT}
+
+
+def pss_mib(pid: int) -> float:
+    """Read the memory of a process in MiB; each shared page counts by its number of users."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"/proc/{pid}/smaps_rollup has no line Pss")
+
+
+def burst(addresses: Sequence[str], key: str) -> int:
+    """Send twice the requests of a month at once through all processes; count the admitted ones.
+
+    Raises: RuntimeError if one fails for another reason than the limit.
+    """
+
+    def is_admitted(client: Client) -> bool:
+        try:
+            client.complete(MODEL, "hotel", max_output_tokens=1, max_retries=0)
+        except WeirError as error:
+            if error.reason != "QUOTA_EXCEEDED":
+                raise RuntimeError(f"a request of the burst failed: {error}") from error
+            return False
+        return True
+
+    count = 2 * BURST_LIMIT
+    with contextlib.ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(count))
+        clients = [stack.enter_context(Client(each, key)) for each in addresses]
+        sent = itertools.islice(itertools.cycle(clients), count)
+        return sum(threads.map(is_admitted, sent))
 
 
 @contextlib.contextmanager
 def prepare(options: argparse.Namespace) -> Iterator[Cases]:
     """Create the keys, and yield the cases. Raises: Unusable."""
-    counts = [int(each) for each in options.replicas.split(",")]
+    counts = [int(each) for each in options.replicas.split(",") if each]
     dilations = [float(each) for each in options.dilation.split(",")]
-    if len(counts) != len(dilations):
+    api_counts = [int(each) for each in options.processes.split(",") if each]
+    if counts and len(counts) != len(dilations):
         raise Unusable(
             f"--dilation must have a number for each of --replicas {options.replicas}, got"
             f" {options.dilation}"
@@ -223,15 +284,33 @@ def prepare(options: argparse.Namespace) -> Iterator[Cases]:
         keys = create_keys(site.database_url, STREAM_COUNT)
         measured = partial(run, site, keys, options.seconds)
         cases = [
-            (f"{count} replica{'s'[: count - 1]}, 1 api", partial(measured, count, dilation))
-            for count, dilation in zip(counts, dilations, strict=True)
+            Case(
+                f"{count} replica{'s'[: count - 1]}, 1 api",
+                {"Weir": partial(measured, count, dilation)},
+            )
+            for count, dilation in zip(counts, dilations, strict=False)
         ]
-        full = partial(measured, options.full, options.full_dilation)
-        cases.append((f"{options.full} replicas, 1 api, full", full))
-        two = partial(measured, options.two, options.two_dilation, 2)
-        cases.append((f"{options.two} replicas, 2 api", two))
-        cases.append((f"{options.two} replicas, 2 api, shared", partial(two, is_shared=True)))
-        yield [Case(name, {"Weir": each}) for name, each in cases]
+        if options.full:
+            full = partial(measured, options.full, options.full_dilation)
+            cases.append(Case(f"{options.full} replicas, 1 api, full", {"Weir": full}))
+        if api_counts:
+            burst_keys = create_keys(site.database_url, len(api_counts) * options.rounds)
+            set_limits(site.database_url, burst_keys)
+            several = partial(measured, options.shared, options.shared_dilation)
+            ways = {
+                f"{count} api": partial(several, count, iter(burst_keys[index :: len(api_counts)]))
+                for index, count in enumerate(api_counts)
+            }
+            cases.append(Case(f"{options.shared} replicas, shared", ways))
+        yield cases
+
+
+def set_limits(database_url: str, keys: Sequence[str]) -> None:
+    """Limit the requests of these keys in a month."""
+    with psycopg.connect(psycopg_conninfo(database_url)) as connection:
+        for key in keys:
+            changed = connection.execute(SET_LIMIT, (BURST_LIMIT, prefix_of(key)))
+            assert changed.rowcount == 1, "each key has another prefix"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -240,14 +319,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     lists = {
         "--replicas": ("1,8,64", "number of replicas, by case"),
         "--dilation": ("0.2,1.6,13", "time dilation, one for each case"),
+        "--processes": ("1,2,4", "api processes before the same workers"),
     }
     for name, (default, what) in lists.items():
         parser.add_argument(name, default=default, help=f"{what} (default: {default})")
     numbers = {
         "--full": (16, "replicas of the case with a full api core"),
         "--full-dilation": (0.5, "time dilation of that case"),
-        "--two": (8, "replicas of the cases with two api processes"),
-        "--two-dilation": (1.6, "time dilation of those cases"),
+        "--shared": (8, "replicas of the case with several api processes"),
+        "--shared-dilation": (1.6, "time dilation of that case"),
     }
     for name, (number, what) in numbers.items():
         parser.add_argument(

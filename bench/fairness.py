@@ -388,7 +388,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--gateways", type=int, default=0, help="measure api processes before one engine instead"
     )
     parser.add_argument(
-        "--step-ms", type=float, default=50.0, help="a step of the shared engine (default: 50)"
+        "--step-ms", type=float, default=100.0, help="a step of the shared engine (default: 100)"
     )
     parser.add_argument("--directory", help="directory of the temporary database")
 

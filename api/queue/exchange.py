@@ -101,6 +101,18 @@ class Exchange:
         self._note_levels(is_connected=True)
         self._apply()
 
+    def pause(self) -> None:
+        """Dispatch nothing before the next exchange, or `resume`: a process without requests reads
+        no reports, so it knows the level of long ago, and its requests would precede all others.
+        """
+        for queue in self.queues.values():
+            queue.is_paused = True
+
+    def resume(self) -> None:
+        """Dispatch what waits since a pause, if no exchange has ended it."""
+        if any(queue.is_paused for queue in self.queues.values()):
+            self._apply()
+
     def expire(self, silent_s: float = SILENT_S) -> None:
         """Drop the reports of processes that were not heard of for `silent_s`."""
         known_from = self._clock() - silent_s
@@ -121,13 +133,15 @@ class Exchange:
         now = self._clock()
         for pool, queue in self.queues.items():
             line = queue.interactive.line
-            before_at, before, rate = self._levels.get(pool, (now, line.height(), 0.0))
-            elapsed_s, gain = now - before_at, line.height() - before
+            present = line.level() if (height := line.height()) is None else height
+            before_at, before, rate = self._levels.get(pool, (now, present, 0.0))
+            elapsed_s, gain = now - before_at, present - before
             if is_connected and elapsed_s > 0:
                 rate += (max(gain, 0.0) / elapsed_s - rate) / RATE_MEMORY
             elif 0 <= gain < rate * elapsed_s:  # it falls if the tenant on top leaves
                 line.rise(rate * elapsed_s - gain)
-            self._levels[pool] = now, line.height(), rate
+                present = before + rate * elapsed_s
+            self._levels[pool] = now, present, rate
 
     def _absorb(self, row: ReportRow) -> None:
         now = self._clock()

@@ -167,7 +167,8 @@ class QueueEntry:
         if tier is queue.batch and not line.waiting_count:
             queue.batch_waits_since = queue.clock()
         if not (
-            queue.interactive.line.waiting_count
+            queue.is_paused
+            or queue.interactive.line.waiting_count
             or queue.batch.line.waiting_count
             or (tier is queue.batch and queue.interactive_waits_elsewhere)
         ):
@@ -390,6 +391,7 @@ class FairQueue:
         self.process_id = uuid.UUID(int=0)  # tells this process from those of `reports`
         self.reports: dict[uuid.UUID, QueueReport] = {}  # of other processes
         self.interactive_waits_elsewhere = False
+        self.is_paused = False  # dispatches nothing, see `Exchange.pause`
 
     def enter(self, arrival: Arrival, engine_wait_s: float = 0.0) -> QueueEntry:
         """Add a request.
@@ -462,6 +464,7 @@ class FairQueue:
 
     def exchanged(self) -> None:
         """Apply the absorbed reports: bounds, windows, and requests whose turn has come."""
+        self.is_paused = False
         reports = self.reports.values()
         self.waiting.note_elsewhere(each for report in reports for each in report.entries)
         self.interactive_waits_elsewhere = any(
@@ -543,6 +546,8 @@ class FairQueue:
         batch ranks after all interactive requests, in the engine as well. `engine` has its latest
         statistics.
         """
+        if self.is_paused:
+            return
         now, engine, window = self.clock(), engine or self.engine_statistics(), self.window
         interactive, batch = self.interactive.line, self.batch.line
         if engine.replica_count != window.engine_count:

@@ -192,6 +192,25 @@ class Tenant(Generic[Item]):
         """Sort key of the tenant: lowest rank, then longest wait."""
         return self.rank, next(iter(self.waiting)).number if self.waiting else 0
 
+    def lift(self, level: float) -> None:
+        """Start at the level after idling, if the counter is below."""
+        if self.counter < level:
+            self.counter = level
+            self.underway.clear()
+            self.underway_units = 0.0
+
+    def presume(self, units: float) -> None:
+        """Presume that processes in which requests wait dispatch one when this one does, until they
+        report again. Otherwise all of them would give out the same ranks.
+        """
+        for process_id, each in self.elsewhere.items():
+            before = self.presumed.get(process_id, 0.0)
+            count = each.waiting_count + each.dispatched_count
+            more = min(units, count * units - before)
+            if more > 0:
+                self.presumed[process_id] = before + more
+                self.presumed_units += more
+
 
 class Line(Generic[Item]):
     """Tenants of one tier, with their waiting requests."""
@@ -268,20 +287,13 @@ class Line(Generic[Item]):
         if tenant is None:
             tenant = self._add(tenant_id, weight)
         if not (tenant.waiting or tenant.dispatched or (tenant.elsewhere and tenant.is_queued)):
-            self._lift(tenant)
+            tenant.lift(self.level())
         tenant.weight = weight
         self._note_level(tenant)
         # As `Tenant.rank`
         owed_units = tenant.owed_units + tenant.owed_elsewhere + tenant.presumed_units
         rank = tenant.counter + owed_units / weight
         return tenant, max(rank, next(reversed(tenant.ranks.values()))) if tenant.ranks else rank
-
-    def _lift(self, tenant: Tenant[Item]) -> None:
-        """Let a tenant that returns from idling start at the level, if it is below."""
-        if tenant.counter < (level := self.level()):
-            tenant.counter = level
-            tenant.underway.clear()
-            tenant.underway_units = 0.0
 
     def _add(self, tenant_id: uuid.UUID, weight: float) -> Tenant[Item]:
         self._forget_idle()
@@ -358,19 +370,7 @@ class Line(Generic[Item]):
         )
         tenant.owed_units += units
         if tenant.elsewhere:
-            self._presume(tenant, units)
-
-    def _presume(self, tenant: Tenant[Item], units: float) -> None:
-        """Presume that processes in which requests of a tenant wait dispatch one when this does,
-        until they report again. Otherwise all of them would give out the same ranks.
-        """
-        for process_id, each in tenant.elsewhere.items():
-            before = tenant.presumed.get(process_id, 0.0)
-            count = each.waiting_count + each.dispatched_count
-            more = min(units, count * units - before)
-            if more > 0:
-                tenant.presumed[process_id] = before + more
-                tenant.presumed_units += more
+            tenant.presume(units)
 
     def begun(self, item: Item, tenant: Tenant[Item]) -> None:
         """Record that the engine has started on a request: charge its tenant for the input."""
@@ -457,17 +457,15 @@ class Line(Generic[Item]):
             self._listed_count += 1
             heapq.heappush(self._queued, (level, self._listed_count, tenant))
 
-    def height(self) -> float:
-        """Return the highest counter of tenants that have requests in any process; without any, the
-        level. Takes linear time. It hardly depends on who has requests at the moment, as the level
-        does, so lines of several processes are compared by it.
+    def height(self) -> float | None:
+        """Return the highest counter of tenants with requests in the engine, or in other processes;
+        None without any. Takes linear time. A tenant with requests now and then changes the level,
+        and hardly the height, so lines of several processes are compared by their heights.
         """
         counters = [
-            tenant.counter
-            for tenant in self._tenants.values()
-            if tenant.waiting or tenant.owed or tenant.elsewhere
+            tenant.counter for tenant in self._tenants.values() if tenant.owed or tenant.elsewhere
         ]
-        return max(counters, default=self.level())
+        return max(counters, default=None)
 
     def report(self) -> LineReport:
         """Describe the line for other processes, and begin new periods of idle tenants."""
@@ -495,11 +493,12 @@ class Line(Generic[Item]):
                 self._period_count += 1
                 tenant.period, tenant.served = self._period_count, 0.0
         first = self.next_tenant()
+        height, level = self.height(), self.level()
         return LineReport(
-            self.height(),
+            level if height is None else height,
             None if first is None else first.rank,
             tuple(tenants),
-            self.level(),
+            level,
         )
 
     def absorb(self, process_id: uuid.UUID, report: LineReport, *, is_new: bool) -> float:
@@ -511,7 +510,9 @@ class Line(Generic[Item]):
         """
         is_behind = False
         if is_new:
-            gap = report.height - self.height()
+            height = self.height()
+            # Before its first request to the engine, a line has nothing but its level.
+            gap = report.level - self.level() if height is None else report.height - height
             is_behind = gap < 0
             if gap > 0:
                 self.rise(gap)
@@ -535,7 +536,7 @@ class Line(Generic[Item]):
                 units += weighted * each.weight
             if is_behind:
                 if not tenant.is_queued:
-                    self._lift(tenant)
+                    tenant.lift(self.level())
             elif is_new or not (tenant.waiting or tenant.owed):
                 tenant.counter = max(tenant.counter, each.counter)
             else:
@@ -567,6 +568,8 @@ class Line(Generic[Item]):
         for tenant in dropped:
             del tenant.elsewhere[process_id]
             tenant.presumed_units -= tenant.presumed.pop(process_id, 0.0)
+            if not tenant.presumed:
+                tenant.presumed_units = 0.0
         return dropped
 
     def _settle(self, tenants: list[Tenant[Item]]) -> None:

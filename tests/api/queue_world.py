@@ -18,6 +18,7 @@ from functools import partial
 
 from api.core.errors import QueueFull, StartsTooLate
 from api.core.settings import QueueSettings
+from api.generation.request.queue_exchange import LEVEL_WAIT_S
 from api.queue.exchange import INTERVAL_S, SILENT_S, Exchange
 from api.queue.fair_queue import FairQueue, QueueEntry, ServiceTier
 from api.queue.queue_admission import Arrival
@@ -81,22 +82,21 @@ class EngineModel:
 
 
 POOL = "pool"
+EXCHANGE_S = 0.005
 
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """Api process: its queue, its exchange, and its row, which the others read.
+    """Api process: its queue and its exchange.
 
-    `is_cut_off` says that its exchanges fail, `is_paused` that it does nothing.
+    `is_cut_off` says that its exchanges fail, `is_awake` that it has requests to report.
     """
 
     id: uuid.UUID
     queue: FairQueue
     exchange: Exchange
-    written_at: float = -1e9
-    report: bytes = b""
     is_cut_off: bool = False
-    is_paused: bool = False
+    is_awake: bool = False
 
 
 class World:
@@ -143,11 +143,10 @@ class World:
         self._stepping = False
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        for index in range(process_count):
-            self.processes.append(self._process())
-            if exchanges and process_count > 1:
-                # As processes start at different times, so their exchanges alternate.
-                self.at(INTERVAL_S * (index + 1) / process_count, partial(self._tick, index))
+        self._exchanges = exchanges and process_count > 1
+        self._rows: dict[uuid.UUID, tuple[bytes, float]] = {}  # reports, those of killed ones too
+        self._drift = random.Random(0)
+        self.processes += [self._process() for _ in range(process_count)]
         if not has_window:
             vars(self.queue.window).update(has_room=lambda rank: True)  # replaces its method
 
@@ -155,28 +154,48 @@ class World:
         queue = FairQueue(self.limits, self._statistics, lambda: self.now)
         process_id = uuid.uuid4()
         exchange = Exchange({POOL: queue}, process_id, lambda: self.now)
-        return Process(process_id, queue, exchange)
+        process = Process(process_id, queue, exchange)
+        if self._exchanges:
+            queue.on_live = partial(self._wake, process)
+        return process
 
     @property
     def queue(self) -> FairQueue:
         """Queue of the first process."""
         return self.processes[0].queue
 
-    def _tick(self, index: int) -> None:
+    def _wake(self, process: Process) -> None:
+        """Let a process with a first request exchange reports from now on, as `QueueExchange`."""
+        if not process.is_awake:
+            process.is_awake = True
+            process.exchange.pause()
+            self.at(self.now + EXCHANGE_S, partial(self._tick, process))
+            self.at(self.now + LEVEL_WAIT_S, process.exchange.resume)
+
+    def _tick(self, process: Process) -> None:
         """Let a process exchange reports, as the task of `QueueExchange` does."""
-        process = self.processes[index]
+        if process not in self.processes:
+            return  # it was killed
+        if not process.exchange.has_work:
+            process.is_awake = False
+            process.exchange.expire(0.0)
+            return
         if process.is_cut_off:
             process.exchange.cut_off()
-        elif not process.is_paused:
-            process.report, process.written_at = process.exchange.report(), self.now
-            rows = [
-                QueueReportRow(each.id, each.report, each.written_at, self.now - each.written_at)
-                for each in self.processes
-                if each is not process and self.now - each.written_at <= SILENT_S
-            ]
-            for _ in process.exchange.take(rows):
+        else:
+            self._rows[process.id] = process.exchange.report(), self.now
+            for _ in process.exchange.take(self.rows(process.id)):
                 pass
-        self.at(self.now + INTERVAL_S, lambda: self._tick(index))
+        # As each exchange takes its time, those of several processes alternate.
+        self.at(self.now + INTERVAL_S * self._drift.uniform(1.0, 1.1), partial(self._tick, process))
+
+    def rows(self, reader: uuid.UUID) -> list[QueueReportRow]:
+        """Return what a process reads: the recent reports of the others."""
+        return [
+            QueueReportRow(process_id, report, written_at, self.now - written_at)
+            for process_id, (report, written_at) in self._rows.items()
+            if process_id != reader and self.now - written_at <= SILENT_S
+        ]
 
     def kill(self, index: int) -> list[Request]:
         """Replace a process by a new one; return its requests, which end without an answer."""

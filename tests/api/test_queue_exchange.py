@@ -87,6 +87,31 @@ async def test_processes_know_each_others_backlog_while_they_have_requests(
         assert one.waiting_elsewhere() == 0, "nor does it keep what it does not read"
 
 
+async def test_the_first_request_waits_for_the_first_exchange_but_not_for_long(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would precede the requests of all other processes."""
+    async with members(database_url, POOL) as (one,):
+        del one.queue.window.has_room  # it has room
+        [first] = one.send("a")
+        assert not first.is_dispatched
+        await until(lambda: first.is_dispatched, "its turn")
+        [second] = one.send("a")
+        assert second.is_dispatched, "while the process exchanges, nothing waits"
+        for entry in (first, second):
+            entry.leave()
+        await until(lambda: not one.exchange._work.is_set(), "the end of the exchanges")
+
+        async def hang(pools: object, report: bytes, silent_s: float) -> list[QueueReportRow]:
+            await asyncio.Event().wait()
+            return []
+
+        monkeypatch.setattr(one.exchange._reports, "exchange", hang)
+        [third] = one.send("a")
+        assert not third.is_dispatched
+        await until(lambda: third.is_dispatched, "the end of the pause")
+
+
 async def test_a_process_that_is_alone_writes_nothing(database_url: str) -> None:
     async with members(database_url, POOL) as (one,):
         one.exchange.note_processes(1)

@@ -21,13 +21,20 @@ from api.queue.virtual_tokens import (
     LineReport,
 )
 from metering.control.queue_reports import QueueReportRow
-from tests.api.queue_world import EngineModel, Request, World, agent, percentile
+from tests.api.queue_world import (
+    EXCHANGE_S,
+    EngineModel,
+    Request,
+    World,
+    agent,
+    percentile,
+)
 
 # As on a GPU, a decoding step takes the same time for one sequence as for all.
 WIDE = EngineModel(running_max=64, step_tokens_max=2048, step_s=0.02, token_s=0.00001)
 # A batch of few places, which a flood takes all at once, and steps of one length.
 NARROW = EngineModel(running_max=16, step_tokens_max=2048, step_s=0.1, token_s=0.000001)
-PLACES = QueueSettings(requests_max=60, requests_per_tenant_max=60)
+BOUNDS = QueueSettings(requests_max=60, requests_per_tenant_max=60)
 PROCESSES = 4
 CUT_OFF_S = 3.0
 
@@ -138,7 +145,9 @@ def excess_of_a_newcomer(begin: float, end: float) -> float:
     return served["new"] - served["old"]
 
 
-def test_a_tenant_that_begins_elsewhere_first_gets_its_places_and_then_its_share() -> None:
+def test_a_tenant_that_begins_elsewhere_fills_its_part_of_the_batch_and_then_gets_its_share() -> (
+    None
+):
     in_engine = WIDE.running_max * (1000 * INPUT_TOKEN_COST + 150 * OUTPUT_TOKEN_COST)
     first_s, rate = 5.0, in_engine / 3
 
@@ -151,8 +160,7 @@ def read_own_rows(world: World, patch: pytest.MonkeyPatch) -> None:
     honest = Exchange.take
 
     def take(self: Exchange, rows: Sequence[QueueReportRow]) -> Iterator[None]:
-        [own] = [each for each in world.processes if each.exchange is self]
-        return honest(self, [*rows, QueueReportRow(own.id, own.report, own.written_at, 0.0)])
+        return honest(self, world.rows(uuid.UUID(int=0)))
 
     patch.setattr(Exchange, "take", take)
 
@@ -200,7 +208,7 @@ def quiet_ttfts(
     """
     quiet, token_count = list[float](), 0
     for seed in range(3):
-        world = World(PLACES, NARROW, process_count=process_count, counts_steps=counts_steps)
+        world = World(BOUNDS, NARROW, process_count=process_count, counts_steps=counts_steps)
         rng = random.Random(seed)
 
         def request(tenant: str, rng: random.Random = rng) -> Request:
@@ -235,6 +243,25 @@ def test_a_flood_through_all_processes_is_hardly_noticed_and_costs_no_throughput
         assert percentile(flooded, 50) <= 1.2 * percentile(alone, 50)
         assert percentile(flooded, 99) <= 1.2 * percentile(alone, 99)
     assert four_tokens >= 0.98 * one_tokens
+
+
+def test_a_request_to_an_idle_process_precedes_nobody() -> None:
+    """The process knows the level of long ago, until it has read the reports of the others."""
+    world = World(BOUNDS, NARROW, process_count=2)
+    run_agents(world, "old", 30, [0], 25.0)
+    late = Request("late", 256, 20, 20.0, process=1)
+    levels: list[float] = []
+
+    def send() -> None:
+        world.send(late)
+        levels.append(world.queue.interactive.line.level())
+
+    world.at(20.0, send)
+    world.run(25.0)
+
+    assert late.entry is not None
+    assert late.dispatched_at == pytest.approx(20.0 + EXCHANGE_S)
+    assert late.entry.rank == pytest.approx(levels[0], rel=0.02)
 
 
 def test_windows_of_several_processes_neither_starve_nor_overfill_the_engine() -> None:

@@ -2,7 +2,8 @@
 
 While a process has requests for engines that others use too, it writes its reports and reads those
 of the others, in one statement in the background. A process without such requests, or without
-other processes, writes nothing. No request ever waits for an exchange.
+other processes, writes nothing. The first request after that waits for the first exchange, which
+takes about as long as its admission beside it, and for `LEVEL_WAIT_S` at most.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from api.queue.fair_queue import FairQueue
 from common.backoff import Backoff
 from metering.control.queue_reports import LOST, QueueReports
 
+LEVEL_WAIT_S = 0.1  # ten times an exchange; connecting takes some of it
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 1.0
 
 
@@ -42,8 +44,11 @@ class QueueExchange:
         self._note_work()
 
     def _note_work(self) -> None:
-        if self._process_count > 1:
-            self._work.set()
+        if self._process_count < 2 or not self._exchange.has_work or self._work.is_set():
+            return
+        self._work.set()
+        self._exchange.pause()
+        asyncio.get_running_loop().call_later(LEVEL_WAIT_S, self._exchange.resume)
 
     async def run(self) -> None:
         """Exchange reports until cancelled. Never raises for an unavailable database."""
