@@ -14,7 +14,7 @@ CHECKS := format-check lint types proto-check migrations-check architecture pros
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev docs demo test test-fast test-faults test-clients test-peers check checks $(CHECKS) fmt reference proto proto-baseline migration lock dist dist-check release-rehearsal clean
+.PHONY: help setup setup-dev docs demo test test-fast test-faults test-clients test-peers test-images check checks $(CHECKS) fmt reference proto proto-baseline migration lock dist dist-check release-rehearsal clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,11 @@ test-clients: setup-dev ## third-party clients: install each, run its code of do
 # Installs gigabytes. PEERS="vllm ..." chooses.
 test-peers: setup-dev ## engines of other projects: install each, run the tests that need it
 	@$(BIN)/python -m infra.peers $(PEERS)
+
+# Needs root, debootstrap and buildah. WEIR_TEST_IMAGES=DIRECTORY takes an image that was built before.
+test-images: export WEIR_TEST_IMAGES ?= build
+test-images: setup-dev ## the image without torch: build it in a file system of Debian, run the services of compose.yaml in it
+	@$(PYTEST) --quiet tests/infra/test_image_builds.py
 
 check: $(CHECKS) ## every check that is not a test: those that follow
 

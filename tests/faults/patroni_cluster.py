@@ -80,6 +80,11 @@ class Node:
             found.append(self.process.pid)
         return found
 
+    def senders(self) -> list[int]:
+        """Return the processes that send the log of this primary to the other nodes."""
+        children = children_of(self.postmaster) if self.postmaster is not None else []
+        return [pid for pid in children if "walsender" in Path(f"/proc/{pid}/cmdline").read_text()]
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all processes of the node."""
         for pid in self.processes():
@@ -168,6 +173,23 @@ class Cluster:
         except AssertionError:
             print(self.members(), *(node.log[-3000:] for node in self.nodes), sep="\n")
             raise
+
+    def set_synchronous(self, value: bool) -> None:
+        """Change the cluster's mode, and wait until it applies."""
+        self.synchronous = value
+        request = urllib.request.Request(
+            f"http://{self.primary.address}:{self.primary.api_port}/config",
+            json.dumps({"synchronous_mode": value}).encode(),
+            method="PATCH",
+        )
+        urllib.request.urlopen(request, timeout=5).close()
+
+        def applied() -> bool:
+            with psycopg.connect(psycopg_conninfo(self.url()), autocommit=True) as connection:
+                [names] = connection.execute("SHOW synchronous_standby_names").fetchone() or [""]
+            return bool(names) is value
+
+        wait_for(applied, f"synchronous_mode to be {value}", START_S, POLL_S)
 
     def reinitialize(self, name: str) -> None:
         """Copy the primary's data to a node anew, as `patronictl reinit` does."""

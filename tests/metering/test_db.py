@@ -44,7 +44,7 @@ async def test_a_database_that_cannot_be_reached_is_away() -> None:
 
 
 @pytest.mark.parametrize("form", ["authority", "query"])
-async def test_of_several_hosts_the_writable_one_is_used(database_url: str, form: str) -> None:
+async def test_of_several_servers_the_writable_one_is_used(database_url: str, form: str) -> None:
     named = conninfo_to_dict(psycopg_conninfo(database_url))
     user, name, there = named["user"], named["dbname"], quote(str(named["host"]), safe="")
     port = named.get("port") or ""
@@ -172,7 +172,7 @@ async def test_a_cancelled_attempt_to_connect_closes_its_socket(tmp_path: Path) 
 
 
 @contextlib.asynccontextmanager
-async def silent_host(directory: Path) -> AsyncIterator[asyncio.Event]:
+async def silent_server(directory: Path) -> AsyncIterator[asyncio.Event]:
     """Run a server that accepts connections and says nothing, as a lost machine does.
 
     Yield an event that is set when it has a connection. All are lost at the end of the block.
@@ -189,46 +189,46 @@ async def silent_host(directory: Path) -> AsyncIterator[asyncio.Event]:
         yield came
 
 
-def several_hosts(database_url: str, *others: Path) -> str:
+def several_servers(database_url: str, *others: Path) -> str:
     """Return a connection string whose hosts are those, then the database's own."""
     named = conninfo_to_dict(psycopg_conninfo(database_url))
     hosts = ",".join([*map(str, others), str(named["host"])])
     return make_conninfo("", **named | {"host": hosts, "target_session_attrs": "read-write"})
 
 
-async def test_a_silent_host_does_not_delay_the_next(database_url: str, tmp_path: Path) -> None:
-    conninfo = several_hosts(database_url, tmp_path / "silent")
+async def test_a_silent_server_does_not_delay_the_next(database_url: str, tmp_path: Path) -> None:
+    conninfo = several_servers(database_url, tmp_path / "silent")
 
     async with (
         asyncio.timeout(PATIENCE_S),
-        silent_host(tmp_path / "silent"),
+        silent_server(tmp_path / "silent"),
         await BoundedConnection.connect(conninfo, connect_timeout=1000) as connection,
     ):
         await connection.execute("SELECT 1")
 
 
-async def test_a_host_that_refuses_is_asked_again_while_another_is_silent(
+async def test_a_server_that_refuses_is_tried_again_while_another_is_silent(
     database_url: str, tmp_path: Path
 ) -> None:
     """A standby is promoted while the lost primary still has time to answer."""
     silent, standby = tmp_path / "silent", tmp_path / "standby"
     standby.mkdir()
-    named = conninfo_to_dict(several_hosts(database_url, silent))
+    named = conninfo_to_dict(several_servers(database_url, silent))
     own = Path(str(named["host"]).rpartition(",")[2])
     conninfo = make_conninfo("", **named | {"host": f"{standby},{silent}"})
 
     async with (
         asyncio.timeout(PATIENCE_S),
-        silent_host(silent) as asked,
+        silent_server(silent) as came,
         asyncio.TaskGroup() as tasks,
     ):
         attempt = tasks.create_task(BoundedConnection.connect(conninfo, connect_timeout=1000))
-        await asked.wait()
+        await came.wait()
         (standby / ".s.PGSQL.5432").symlink_to(own / ".s.PGSQL.5432")
         await (await attempt).close()
 
 
-async def test_the_failures_of_all_hosts_are_named(tmp_path: Path) -> None:
+async def test_the_failures_of_all_servers_are_named(tmp_path: Path) -> None:
     hosts = [str(tmp_path / "one"), str(tmp_path / "two")]
 
     with pytest.raises(psycopg.OperationalError, match="no host takes writes") as failure:
@@ -237,7 +237,7 @@ async def test_the_failures_of_all_hosts_are_named(tmp_path: Path) -> None:
     assert all(host in str(failure.value) for host in hosts)
 
 
-async def test_an_attempt_that_is_cancelled_when_a_host_has_accepted_closes_its_connection(
+async def test_an_attempt_that_is_cancelled_when_a_server_has_accepted_closes_its_connection(
     database_url: str, tmp_path: Path
 ) -> None:
     opened: list[BoundedConnection] = []
@@ -250,7 +250,9 @@ async def test_an_attempt_that_is_cancelled_when_a_host_has_accepted_closes_its_
             attempt.cancel()
             return connection
 
-    attempt = asyncio.create_task(Cancelled.connect(several_hosts(database_url, tmp_path / "gone")))
+    attempt = asyncio.create_task(
+        Cancelled.connect(several_servers(database_url, tmp_path / "gone"))
+    )
     with pytest.raises(asyncio.CancelledError):
         await attempt
 
