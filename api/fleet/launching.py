@@ -45,7 +45,7 @@ STOP_AGAIN_S = 5.0  # before a stop that failed is repeated
 RETRY_S_MIN, RETRY_S_MAX = 5.0, 300.0
 STABLE_S = 60.0
 RECONNECT_S_MIN, RECONNECT_S_MAX = 0.05, 2.0
-SIGN_OF_LIFE_POLLS = round(HEARTBEAT_S / POLL_S) + 3  # a live process writes meanwhile
+WAIT_POLLS_MAX = round(HEARTBEAT_S / POLL_S) + 3  # a live process writes meanwhile
 CLOSE_TIMEOUT_S = 55.0  # for servers that end with the service
 ELSEWHERE = (
     "its server runs on the machine {}: run all api processes of a model with a `process` launcher"
@@ -472,7 +472,7 @@ async def is_another_alive(connection: LaunchConnection) -> bool:
     before = await connection.writes()
     if not before:
         return False
-    for _ in range(SIGN_OF_LIFE_POLLS):
+    for _ in range(WAIT_POLLS_MAX):
         await asyncio.sleep(POLL_S)
         now = await connection.writes()
         if not now:

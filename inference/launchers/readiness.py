@@ -53,7 +53,7 @@ async def serves_a_model(target: Target) -> bool:
     if answer.status != HTTPStatus.OK:
         return True
     try:
-        return json.loads(answer.body)["data"] != []
+        return bool(json.loads(answer.body)["data"] != [])
     except (ValueError, KeyError, TypeError):
         return True
 

@@ -14,6 +14,7 @@ import shlex
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def server_folder(folder: Path) -> Folder:
     return Folder(folder / "launched" / f"{MODEL}-0")
 
 
-def runs(service: Service) -> list[Mapping[str, Any]]:
+def runs(service: Service) -> list[dict[str, Any]]:
     return service.database.rows("SELECT end_reason, ready_at FROM replica_runs ORDER BY id")
 
 
@@ -137,7 +138,7 @@ async def wait_for_one_start(service: Service, scaler: Service, tenant: Tenant) 
             for _ in range(PER_STREAM)
         ]
         for stream, request_id in requests:
-            await stream.wait(lambda s=stream, r=request_id: is_loading(s, r), "progress")
+            await stream.wait(partial(is_loading, stream, request_id), "progress")
         assert service.database.holds(tenant) == {"held": REQUEST_COUNT}
         await until(lambda: states(service) == {0: "starting"}, "the start")
         scaler.kill()
