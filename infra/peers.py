@@ -72,9 +72,9 @@ PEERS = {
             ),
             (
                 *("tests/inference/test_real_vllm.py", "tests/inference/test_engine_contract.py"),
-                "tests/faults/test_real_counts.py",
+                *("tests/faults/test_real_counts.py", "tests/faults/test_real_launches.py"),
             ),
-            "test_real_vllm or vllm-grpc or vllm-http or test_real_counts",
+            "test_real_vllm or vllm-grpc or vllm-http or test_real_counts or test_real_launches",
         ),
         Peer(
             "dynamo",
@@ -89,8 +89,11 @@ PEERS = {
                 " setproctitle==1.3.8 sortedcontainers==2.4.0 transformers==5.23.0 uvicorn==0.54.0"
                 " uvloop==0.23.0 zstandard==0.25.0",
             ),
-            ("tests/inference/test_real_dynamo.py", "tests/inference/test_engine_contract.py"),
-            "test_real_dynamo or dynamo-mocker",
+            (
+                *("tests/inference/test_real_dynamo.py", "tests/inference/test_engine_contract.py"),
+                "tests/faults/test_real_launches.py",
+            ),
+            "test_real_dynamo or dynamo-mocker or test_real_launches",
         ),
         Peer(
             "smg",

@@ -45,7 +45,8 @@ STOP_AGAIN_S = 5.0  # before a stop that failed is repeated
 RETRY_S_MIN, RETRY_S_MAX = 5.0, 300.0
 STABLE_S = 60.0
 RECONNECT_S_MIN, RECONNECT_S_MAX = 0.05, 2.0
-CLOSE_TIMEOUT_S = 45.0  # for servers that end with the service
+WAIT_POLLS_MAX = round(HEARTBEAT_S / POLL_S) + 3  # a live process writes meanwhile
+CLOSE_TIMEOUT_S = 55.0  # for servers that end with the service
 ELSEWHERE = (
     "its server runs on the machine {}: run all api processes of a model with a `process` launcher"
     " on one machine, or use a launcher of another kind"
@@ -433,15 +434,13 @@ class Launching:
         """Withdraw the demands; as the last process, stop the servers that end with the service."""
         await connection.withdraw()
         await connection.notify()
-        if await connection.demands() or not await connection.elect():
+        if not await self._ending(connection) or await is_another_alive(connection):
+            return
+        if not await connection.elect():
             return
         async with asyncio.TaskGroup() as stops:
             ending = []
-            rows, _ = await self._own_rows(connection)
-            for row in rows:
-                version = self._versions.get(row.served)
-                if version is None or not version.ends_with_service or not has_server(row):
-                    continue
+            for row, version in await self._ending(connection):
                 await connection.apply(moved(row, LaunchState.STOPPING))
                 replica = LaunchedId(row.served, row.number, str(row.lifetime))
                 stopping = replace(row, state=LaunchState.STOPPING)
@@ -449,6 +448,38 @@ class Launching:
                 ending.append(stops.create_task(stop, name=f"end of {replica}"))
         for task in ending:
             await connection.apply(task.result())
+
+    async def _ending(
+        self, connection: LaunchConnection
+    ) -> list[tuple[LaunchedRow, LaunchedVersion]]:
+        """Read the replicas that the last process must stop."""
+        return [
+            (row, version)
+            for row in await connection.rows()
+            if (version := self._versions.get(row.served)) is not None
+            and version.ends_with_service
+            and has_server(row)
+            and not self._is_elsewhere(row, connection.host)
+        ]
+
+
+async def is_another_alive(connection: LaunchConnection) -> bool:
+    """Return whether another process lives, after this one has withdrawn its demands.
+
+    The demands of a process that was killed stay for a while, so only a new write is a sign of
+    life. A server would run for ever if each process took a dead one for the last.
+    """
+    before = await connection.writes()
+    if not before:
+        return False
+    for _ in range(WAIT_POLLS_MAX):
+        await asyncio.sleep(POLL_S)
+        now = await connection.writes()
+        if not now:
+            return False
+        if any(before.get(process_id) != written_at for process_id, written_at in now.items()):
+            return True
+    return False
 
 
 def has_server(row: LaunchedRow) -> bool:

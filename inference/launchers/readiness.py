@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Callable
+from http import HTTPStatus
 
 from inference.adapters.remote_settings import Service, Target
 from inference.launchers.http import send
@@ -12,6 +14,7 @@ from inference.launchers.launcher import LaunchFailed
 
 POLL_S = 0.2
 CONNECT_TIMEOUT_S = 2.0
+LIST_TIMEOUT_S = 10.0
 # Of `/health`: 200 is ready; servers without that page answer 404 or 405, or ask for their key.
 READY_STATUSES = (200, 401, 403, 404, 405)
 
@@ -36,6 +39,25 @@ async def is_ready(target: Target) -> bool:
     return answer.status in READY_STATUSES
 
 
+async def serves_a_model(target: Target) -> bool:
+    """Return false if the server lists its models over HTTP, and has none yet.
+
+    A frontend can be healthy before its workers have joined it. The engine examines the rest.
+    """
+    if target.service is not Service.OPENAI_HTTP:
+        return True
+    try:
+        answer = await send("GET", f"http://{target.address}/v1/models", timeout_s=LIST_TIMEOUT_S)
+    except LaunchFailed:
+        return False
+    if answer.status != HTTPStatus.OK:
+        return True
+    try:
+        return bool(json.loads(answer.body)["data"] != [])
+    except (ValueError, KeyError, TypeError):
+        return True
+
+
 async def wait_ready(target: Target, timeout_s: float, fault: Callable[[], str]) -> None:
     """Wait until the server is ready.
 
@@ -43,12 +65,12 @@ async def wait_ready(target: Target, timeout_s: float, fault: Callable[[], str])
     """
     try:
         async with asyncio.timeout(timeout_s):
-            while not await is_ready(target):
+            while not (await is_ready(target) and await serves_a_model(target)):
                 if reason := fault():
                     raise LaunchFailed(reason)
                 await asyncio.sleep(POLL_S)
     except TimeoutError as error:
         raise LaunchFailed(
-            f"{target} took no connection within {timeout_s:g} s: raise start_timeout_s, or find"
-            " the reason in the server's own log"
+            f"{target} took no connection, or had no model, within {timeout_s:g} s: raise"
+            " start_timeout_s, or find the reason in the server's own log"
         ) from error

@@ -17,6 +17,7 @@ import socket
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from decimal import Decimal
 from enum import StrEnum
 from typing import Any, Self
@@ -143,6 +144,11 @@ SET written_at = excluded.written_at, demands = excluded.demands
 WITHDRAW = "DELETE FROM replica_demands WHERE process_id = %s"
 SELECT_DEMANDS = f"""
 SELECT process_id, demands
+FROM replica_demands
+WHERE written_at > clock_timestamp() - interval '{DEMAND_EXPIRES}'
+"""
+SELECT_WRITES = f"""
+SELECT process_id, written_at
 FROM replica_demands
 WHERE written_at > clock_timestamp() - interval '{DEMAND_EXPIRES}'
 """
@@ -274,6 +280,10 @@ class LaunchConnection:
         """Read the demands of all live processes."""
         rows = await self._all(SELECT_DEMANDS)
         return {process_id: [Demand(*each) for each in found] for process_id, found in rows}
+
+    async def writes(self) -> dict[uuid.UUID, datetime]:
+        """Read when each process last wrote its demands; dead ones are among them for a while."""
+        return dict(await self._all(SELECT_WRITES))
 
     async def hosts(self) -> set[str]:
         """Return the machines with live processes."""

@@ -25,7 +25,7 @@ SERVER = textwrap.dedent(
     import http.server, json, sys, threading, urllib.parse
     port, notes = int(sys.argv[1]), open(sys.argv[2], "a", buffering=1)
     notes.write("start\\n")
-    asleep = False
+    asleep, models = False, sys.argv[3:]
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def answer(self, status, body=b"{}"):
@@ -37,6 +37,9 @@ SERVER = textwrap.dedent(
         def do_GET(self):
             if self.path == "/is_sleeping":
                 return self.answer(200, json.dumps({"is_sleeping": asleep}).encode())
+            if self.path == "/v1/models" and models:
+                notes.write("models\\n")
+                return self.answer(200, models.pop(0).encode())
             self.answer(200 if self.path == "/health" else 404)
 
         def do_POST(self):
@@ -129,6 +132,23 @@ async def test_a_start_ends_the_server_of_an_earlier_lifetime(world: World) -> N
     )
     assert not await launcher.runs(REPLICA, address)
     assert world.notes == ["start", "start"]
+
+
+async def test_a_frontend_without_workers_is_not_ready(world: World) -> None:
+    """It is healthy, and lists no model until its first worker has joined."""
+    empty, full = '{"object": "list", "data": []}', '{"object": "list", "data": [{"id": "m"}]}'
+
+    await world.launcher(*world.server, empty, empty, full).start(REPLICA)
+
+    assert world.notes == ["start", "models", "models", "models"]
+
+
+@pytest.mark.parametrize("answer", ["", "[]", "{}", '{"data": 7}', '{"data": [{"id": "other"}]}'])
+async def test_the_engine_examines_any_other_list_of_models(world: World, answer: str) -> None:
+    """It says at once what is wrong, while a launcher would wait until its time is over."""
+    await world.launcher(*world.server, answer).start(REPLICA)
+
+    assert world.notes == ["start", "models"]
 
 
 async def test_a_server_that_ignores_sigterm_is_killed(world: World) -> None:

@@ -17,6 +17,7 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.settings import bundled_models
+from inference.launchers.children import Folder
 from inference.launchers.process import free_ports
 from metering.core.models import QuotaDimension
 from tests.faults.conftest import Start
@@ -146,14 +147,7 @@ async def test_one_start_when_the_scaler_is_killed_during_it(
     launch: Start, fleet: Fleet, tmp_path: Path
 ) -> None:
     """The next scaler adopts the server that the first one has started."""
-    file = fleet()
-    (tmp_path / "journal").mkdir()
-    services = []
-    for index in range(2):
-        home = tmp_path / f"home{index}"
-        home.mkdir()
-        (home / "journal").symlink_to(tmp_path / "journal")
-        services.append(serve(launch, file, home=home))
+    services = two_processes(launch, fleet(), tmp_path)
     by_pid = {service.pid: service for service in services}
     await until(lambda: scaler_pid(services[0]), "an election")
     pid = scaler_pid(services[0])
@@ -173,6 +167,40 @@ async def test_one_start_when_the_scaler_is_killed_during_it(
     assert start_count(tmp_path) == 1
     await until(lambda: states(other) == {0: "stopped"}, "the idle server to stop")
     assert len(other.database.rows("SELECT * FROM replica_runs")) == 1
+
+
+def two_processes(launch: Start, file: Path, tmp_path: Path) -> list[Service]:
+    """Start two api processes of one machine with one journal directory."""
+    (tmp_path / "journal").mkdir()
+    services = []
+    for index in range(2):
+        home = tmp_path / f"home{index}"
+        home.mkdir()
+        (home / "journal").symlink_to(tmp_path / "journal")
+        services.append(serve(launch, file, home=home))
+    return services
+
+
+@pytest.mark.parametrize("other_ends_by", ["kill", "stop"])
+async def test_the_last_process_stops_the_servers_however_the_others_ended(
+    launch: Start, fleet: Fleet, tmp_path: Path, other_ends_by: str
+) -> None:
+    """A process that was killed is in the table for 30 s, like one that lives."""
+    file = fleet(replicas={"min": 1, "max": 1}, idle_timeout_s=0)
+    first, last = two_processes(launch, file, tmp_path)
+    await until(lambda: states(last) == {0: "ready"}, "the start")
+
+    if other_ends_by == "kill":
+        first.kill()
+    else:
+        assert await asyncio.to_thread(first.stop) == 0
+        assert states(last) == {0: "ready"}, "another process lives"
+    await until(lambda: scaler_pid(last) == last.pid, "the election")
+    assert await asyncio.to_thread(last.stop) == 0
+
+    assert states(last) == {0: "stopped"}
+    assert start_count(tmp_path) == 1
+    assert not Folder(tmp_path / "launched" / f"{MODEL}-0").is_running()
 
 
 async def test_a_start_that_fails_ends_all_requests_that_wait(
@@ -272,13 +300,7 @@ async def test_an_idle_server_makes_room_for_another_model(
     document["pools"] = {"gpus": {"max": 1}}
     document["models"] = {MODEL: {"versions": {"v1": version, "v2": version}}}
     file.write_text(json.dumps(document))
-    (tmp_path / "journal").mkdir()
-    services = []
-    for index in range(2):
-        home = tmp_path / f"home{index}"
-        home.mkdir()
-        (home / "journal").symlink_to(tmp_path / "journal")
-        services.append(serve(launch, file, home=home))
+    services = two_processes(launch, file, tmp_path)
     tenant = await new_tenant(services[0])
 
     for version_name in ("v1", "v2", "v1"):

@@ -31,6 +31,7 @@ SHAPE = LlamaShape(hidden_size=256, head_count=4, kv_head_count=2)
 
 VLLM_COMMON = ("--host=127.0.0.1", "--dtype=float32", "--enforce-eager")
 VLLM_HTTP = ("--enable-prompt-tokens-details", "--served-model-name=tiny")
+VLLM_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 DYNAMO_VOCABULARY_SIZE = 2048
 DYNAMO_MODEL = "tiny"
 DYNAMO_ROUTING = ("kv", "round-robin")  # one frontend for each
@@ -117,9 +118,8 @@ def vllm_server(
     port = port or free_port()
     command = [python_of("vllm"), "-m", f"vllm.entrypoints.{module}", f"--model={directory}"]
     command += [f"--port={port}", *VLLM_COMMON, *(VLLM_HTTP if is_http else ()), *options]
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     readiness = "Application startup complete" if is_http else "ready to accept requests"
-    with running(command, log, readiness, settings) as process:
+    with running(command, log, readiness, VLLM_SETTINGS) as process:
         yield RealServer(Target(service, f"127.0.0.1:{port}"), process)
 
 
@@ -209,11 +209,8 @@ class Dynamo:
             return str(response.read().decode())
 
 
-@contextlib.contextmanager
-def dynamo_servers(
-    checkpoint: Path, folder: Path, routings: Sequence[str] = DYNAMO_ROUTING
-) -> Iterator[Dynamo]:
-    """Yield frontends and two workers on a checkpoint whose tokenizer has the workers' tokens."""
+def dynamo_checkpoint(checkpoint: Path, folder: Path) -> Path:
+    """Copy a checkpoint, so that its tokenizer has the tokens of simulated workers."""
     directory = shutil.copytree(checkpoint, folder / "checkpoint")
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
     config = json.loads((directory / "config.json").read_text())
@@ -222,9 +219,23 @@ def dynamo_servers(
     config["vocab_size"] = DYNAMO_VOCABULARY_SIZE
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def dynamo_environment(folder: Path, discovery: str) -> dict[str, str]:
+    """Return variables of frontends and workers that find each other by files."""
     hosts = ("TCP_RPC_HOST", "TCP_RESPONSE_STREAM_HOST", "EVENT_PLANE_HOST", "SYSTEM_HOST")
     environment = {f"DYN_{name}": "127.0.0.1" for name in hosts}
-    environment |= {"DYN_FILE_KV": str(folder / "discovery"), "HOME": str(folder)}
+    return environment | {"DYN_FILE_KV": str(folder / discovery), "HOME": str(folder)}
+
+
+@contextlib.contextmanager
+def dynamo_servers(
+    checkpoint: Path, folder: Path, routings: Sequence[str] = DYNAMO_ROUTING
+) -> Iterator[Dynamo]:
+    """Yield frontends and two workers."""
+    directory = dynamo_checkpoint(checkpoint, folder)
+    environment = dynamo_environment(folder, "discovery")
     with contextlib.ExitStack() as stack:
         dynamo = Dynamo(directory, folder, environment, {}, stack)
         for _ in range(2):

@@ -20,11 +20,12 @@ Side = Literal["client", "server"]
 
 
 class CuttingProxy:
-    """Proxy on loopback that forwards message by message."""
+    """Proxy that forwards message by message, by default on the loopback."""
 
-    def __init__(self, database_url: str) -> None:
+    def __init__(self, database_url: str, host: str = "127.0.0.1") -> None:
         self._upstream = conninfo_to_dict(psycopg_conninfo(database_url))
         self._database_url = database_url
+        self._host = host
         self._port = 0
         self._cut: tuple[Side, int] | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -37,7 +38,7 @@ class CuttingProxy:
     @property
     def url(self) -> str:
         """URL of the database through the proxy."""
-        url = make_url(self._database_url).set(host="127.0.0.1", port=self._port)
+        url = make_url(self._database_url).set(host=self._host, port=self._port)
         return url.set(query={"sslmode": "disable", "gssencmode": "disable"}).render_as_string(
             hide_password=False
         )
@@ -62,7 +63,7 @@ class CuttingProxy:
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[CuttingProxy]:
         """Serve inside the block."""
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        server = await asyncio.start_server(self._serve, self._host, 0)
         self._port = server.sockets[0].getsockname()[1]
         try:
             yield self
