@@ -7,6 +7,7 @@ authenticates it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import secrets
@@ -150,6 +151,7 @@ def model_allowed(models: Collection[str], requested: str) -> bool:
     return not models or requested in models or requested.partition("@")[0] in models
 
 
+@functools.cache  # building it per call took as long as the query
 def select_principal(*, is_bound: bool) -> Select[Any]:
     """Build the query for the principal of a valid secret, by its hash.
 
@@ -210,11 +212,6 @@ def select_principal(*, is_bound: bool) -> Select[Any]:
     return query if is_bound else query.outerjoin(replaced, replaced.c.api_key_id == ApiKey.id)
 
 
-# Built once: building it per call took as long as the query.
-PRINCIPAL_OF_SECRET = select_principal(is_bound=False)
-PRINCIPAL_OF_BOUND_KEY = select_principal(is_bound=True)
-
-
 async def authenticate(session: AsyncSession, secret: str) -> Principal:
     """Return the principal of a secret that is valid by the database's clock. Raises: KeyInvalid.
 
@@ -224,7 +221,7 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
     if SECRET_FORM.fullmatch(secret) is None:
         raise KeyInvalid()
     secret_hash = hash_of(secret)
-    result = await session.execute(PRINCIPAL_OF_SECRET, {"secret_hash": secret_hash})
+    result = await session.execute(select_principal(is_bound=False), {"secret_hash": secret_hash})
     if (row := result.one_or_none()) is None:
         raise KeyInvalid()
     return _principal(row, secret_hash)
@@ -236,7 +233,7 @@ async def authenticate_bound(session: AsyncSession, api_key_id: uuid.UUID) -> Pr
     The caller has proved by other means whom the key acts for. Raises: KeyInvalid, for a key that
     has a secret as well.
     """
-    result = await session.execute(PRINCIPAL_OF_BOUND_KEY, {"api_key_id": api_key_id})
+    result = await session.execute(select_principal(is_bound=True), {"api_key_id": api_key_id})
     if (row := result.one_or_none()) is None:
         raise KeyInvalid(BOUND_KEY_INVALID)
     return _principal(row, b"")

@@ -254,7 +254,7 @@ async def test_the_last_owner_stays(sessions: Sessions, customer: Customer, way:
     async with sessions.begin() as session:
         await owners(session, ANN, BOB)
         await LEAVING[way](session, ANN)
-    with pytest.raises(LastOwner, match="Make another member owner first"):
+    with pytest.raises(LastOwner, match="Change the role of another member"):
         await in_transaction(sessions, LEAVING[way], BOB)
 
     async with sessions.begin() as session:
