@@ -221,6 +221,9 @@ async def test_a_person_joins_works_and_leaves(service: Service, tenant: Tenant)
                 )
             last = await owner.refused("RemoveMember", **of_tenant, member=owner_email)
             assert (last.code, last.reason) == (StatusCode.FAILED_PRECONDITION, "LAST_OWNER")
+        by_owner = (await operator("ListAuditEntries", actor=owner_email)).entries
+        assert {each.action for each in by_owner} >= {"member.update", "member.remove"}
+        assert len({each.actor_person_id for each in by_owner}) == 1
         deactivated = await operator.refused("DeactivatePerson", person=owner_email)
         assert deactivated.reason == "LAST_OWNER"
 

@@ -327,6 +327,12 @@ async def test_a_role_reaches_all_own_keys(sessions: Sessions, customer: Custome
         with pytest.raises(KeyInvalid):  # a developer has one project
             await authenticate(session, elsewhere)
 
+        await change_role(session, organization="acme", member=ANN, role="viewer", actor="test")
+
+        assert (await authenticate(session, ann.secret)).scopes == {"role:viewer"}
+        with pytest.raises(KeyInvalid):  # a viewer does not use models
+            await authenticate(session, models)
+
 
 @pytest.mark.parametrize("revoke", [True, False])
 async def test_a_removal_ends_own_keys_and_asks_about_created_ones(
@@ -468,6 +474,8 @@ async def test_every_change_has_an_entry_with_both_states(
         "member.remove": {"removed_at"},
         "person.deactivate": {"deactivated_at"},
         "person.reactivate": {"deactivated_at"},
+        "member.deactivate": {"is_active"},
+        "member.reactivate": {"is_active"},
     }
     assert by_action["invitation.accept"].actor == made.key_prefix
     assert by_action["member.update"].before == {
