@@ -212,7 +212,7 @@ class LastOwner(MeteringError):
     def __init__(self, organization: str) -> None:
         super().__init__(
             f"This is the last owner of the organization {organization!r}, which would have none"
-            " left. Make another member owner first."
+            " left. Change the role of another member to owner first."
         )
         self.organization = organization
 

@@ -191,8 +191,9 @@ async def change_role(
 ) -> MemberRecord:
     """Give a member another role, and with it the bound key and the own keys that have a role.
 
-    It applies at once, on every server. A developer has one project: own keys of other projects are
-    revoked. Raises: NotFound; InvalidValue; LastOwner.
+    It applies at once, on every server. Own keys that the role does not allow are revoked: those
+    for models if the role does not use models, and a developer's in other projects. Raises:
+    NotFound; InvalidValue; LastOwner.
     """
     owner = await find_organization(session, organization)
     await lock_groups(session, owner.id)  # serializes all changes of owners
@@ -207,10 +208,10 @@ async def change_role(
     await check_owner_remains(session, owner, found)
     for key_id in await _own_keys(session, found):
         key = await locked_key(session, key_id)
-        if not key.role:
-            continue
-        if role == DEVELOPER and key.project_id != found.project_id:
+        is_elsewhere = role == DEVELOPER and key.project_id != found.project_id
+        if is_elsewhere or not (key.role or terms.scopes):
             await end_key(session, key_id, actor)
+        if is_elsewhere or not key.role:
             continue
         values = {"scopes": list(terms.scopes), "role": terms.role}
         changed = await change_key(session, key, actor, "api_key.update", **values)
@@ -384,10 +385,7 @@ async def deactivate_person(session: AsyncSession, *, person: str, actor: str) -
     for each in await memberships_of(session, found.id):
         owner = await session.get_one(Organization, each.organization_id)
         await check_owner_remains(session, owner, each)
-    if found.deactivated_at is None:
-        found = await _change_person(
-            session, person, actor, "person.deactivate", deactivated_at=func.now()
-        )
+    if await _set_active(session, found, actor, is_active=False):
         owned = select(ApiKeyOwner.api_key_id).where(ApiKeyOwner.person_id == found.id)
         for key_id in await session.scalars(owned.order_by(ApiKeyOwner.api_key_id)):
             await cancel_requests_of_key(session, key_id)
@@ -396,7 +394,35 @@ async def deactivate_person(session: AsyncSession, *, person: str, actor: str) -
 
 async def reactivate_person(session: AsyncSession, *, person: str, actor: str) -> Person:
     """Accept the keys of a person again, as they were. Idempotent. Raises: NotFound."""
-    return await _change_person(session, person, actor, "person.reactivate", deactivated_at=None)
+    found = await find_person(session, person)
+    await _set_active(session, found, actor, is_active=True)
+    return found
+
+
+async def _set_active(
+    session: AsyncSession, person: Person, actor: str, *, is_active: bool
+) -> bool:
+    """Activate or deactivate a person, with an entry for each organization; False if it was so."""
+    await session.refresh(person, with_for_update={"key_share": True})
+    if is_active == (person.deactivated_at is None):
+        return False
+    action = "reactivate" if is_active else "deactivate"
+    ended = None if is_active else func.now()
+    await _change_person(session, str(person.id), actor, f"person.{action}", deactivated_at=ended)
+    for each in await memberships_of(session, person.id):
+        before, after = (
+            {
+                "person_id": str(each.person_id),
+                "organization_id": str(each.organization_id),
+                "is_active": state,
+            }
+            for state in (not is_active, is_active)
+        )
+        subject_id = str(each.membership_id)
+        await record_change(
+            session, actor, f"member.{action}", subject_id, before=before, after=after
+        )
+    return True
 
 
 async def _change_person(

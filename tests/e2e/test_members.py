@@ -19,146 +19,6 @@ __all__ = ["victim"]  # a fixture
 PLAN = f"plan-{uuid.uuid4().hex[:12]}"
 NEXT_MONTH = f"{datetime.now(UTC).replace(day=1) + timedelta(days=40):%Y-%m}"
 ORGANIZATION = types_pb2.QUOTA_SUBJECT_ORGANIZATION
-
-
-async def join(
-    service: Service, inviter: Calls, tenant: Tenant, role: str, name: str = ""
-) -> tuple[str, str]:
-    """Invite a new person, accept, and return its address and the secret of its own key."""
-    email = f"{name or role}-{uuid.uuid4().hex[:12]}@example.com"
-    invited = await inviter("InviteMember", organization=tenant.name, email=email, role=role)
-    async with calls(service, invited.token) as invitee:
-        accepted = await invitee("AcceptInvitation", display_name=role.title(), create_key=True)
-    assert (accepted.member.email, accepted.member.role) == (email, role)
-    return email, accepted.secret
-
-
-@pytest.fixture
-async def tenant(service: Service) -> Tenant:
-    return await service.tenant()
-
-
-async def test_a_person_joins_works_and_leaves(service: Service, tenant: Tenant) -> None:
-    _, root = await service.new_key(tenant, "admin")
-    of_tenant = {"organization": tenant.name}
-    async with calls(service, root) as operator:
-        owner_email, owner_secret = await join(service, operator, tenant, "owner")
-        async with calls(service, owner_secret) as owner:
-            email, secret = await join(service, owner, tenant, "developer")
-            async with calls(service, secret) as developer:
-                key = await developer("CreateApiKey", **of_tenant, project="main", name="program")
-                refused = await developer.refused(
-                    "InviteMember", **of_tenant, email="x@example.com", role="viewer"
-                )
-                assert refused.reason == "PERMISSION_DENIED"
-                own = await developer(
-                    "CreateApiKey", **of_tenant, project="main", name="mine", own=True
-                )
-                assert own.api_key.person_id
-                members = (await developer("ListMembers", **of_tenant)).members
-            assert {each.email for each in members} == {owner_email, email}
-
-            changed = await owner("UpdateMember", **of_tenant, member=email, role="viewer")
-            assert changed.member.role == "viewer"
-            async with calls(service, secret) as viewer:
-                denied = await viewer.refused(
-                    "CreateApiKey", **of_tenant, project="main", name="no"
-                )
-                assert denied.reason == "PERMISSION_DENIED", "its own key has the new role"
-
-            unclear = await owner.refused("RemoveMember", **of_tenant, member=email)
-            assert key.api_key.prefix in unclear.status.message
-            removed = await owner("RemoveMember", **of_tenant, member=email, revoke_keys=False)
-            assert list(removed.kept_keys) == [key.api_key.prefix]
-            async with calls(service, secret) as former:
-                assert (await former.refused("ListMembers", **of_tenant)).code is (
-                    StatusCode.UNAUTHENTICATED
-                )
-            last = await owner.refused("RemoveMember", **of_tenant, member=owner_email)
-            assert (last.code, last.reason) == (StatusCode.FAILED_PRECONDITION, "LAST_OWNER")
-        deactivated = await operator.refused("DeactivatePerson", person=owner_email)
-        assert deactivated.reason == "LAST_OWNER"
-
-
-async def test_nobody_gives_changes_or_takes_more_than_it_may(
-    service: Service, tenant: Tenant
-) -> None:
-    _, root = await service.new_key(tenant, "admin")
-    of_tenant = {"organization": tenant.name}
-    async with calls(service, root) as operator:
-        owner, owner_secret = await join(service, operator, tenant, "owner")
-        _, secret = await join(service, operator, tenant, "admin")
-        pending = await operator("InviteMember", **of_tenant, email="o@example.com", role="owner")
-        account = await operator("CreateServiceAccount", **of_tenant, name="billing", role="owner")
-        keys = (await operator("ListApiKeys", **of_tenant)).api_keys
-        [of_owner] = [each for each in keys if each.prefix == owner_secret[:11]]
-    async with calls(service, secret) as admin:
-        invitation = pending.invitation.invitation_id
-        new = {"email": "new@example.com"}
-        for call, fields in (
-            ("InviteMember", {**new, "role": "owner"}),
-            ("InviteMember", {**new, "role": "finance"}),
-            ("InviteMember", {**new, "role": "operator"}),
-            ("ResendInvitation", {"invitation_id": invitation}),
-            ("RevokeInvitation", {"invitation_id": invitation}),
-            ("UpdateMember", {"member": owner, "role": "viewer"}),
-            ("RemoveMember", {"member": owner}),
-            ("CreateServiceAccount", {"name": "more", "role": "owner"}),
-            ("UpdateServiceAccount", {"service_account": "billing", "role": "viewer"}),
-            ("DeleteServiceAccount", {"service_account": "billing"}),
-            (
-                "CreateApiKey",
-                {"service_account": "billing", "project": "main", "name": "theirs"},
-            ),
-        ):
-            within = {} if "invitation_id" in fields else of_tenant
-            refused = await admin.refused(call, **within, **fields)
-            assert refused.reason == "ROLE_EXCEEDED", (call, fields, refused)
-        assert account.service_account.key_count == 0
-    async with calls(service, root) as operator:
-        stolen = await operator.refused("RotateApiKey", api_key=of_owner.prefix)
-        assert stolen.code is StatusCode.PERMISSION_DENIED
-        assert "who alone may replace its secret" in stolen.status.message
-    async with calls(service, owner_secret) as itself:
-        assert (await itself("RotateApiKey", api_key=of_owner.prefix)).secret
-
-
-async def test_owned_keys_have_the_role_of_their_owner(service: Service, tenant: Tenant) -> None:
-    _, root = await service.new_key(tenant, "admin")
-    within = {"organization": tenant.name, "project": "main"}
-    async with calls(service, root) as operator:
-        refused = await operator.refused("CreateApiKey", **within, name="k", own=True)
-        assert "needs the key of a person" in refused.status.message
-        _, secret = await join(service, operator, tenant, "owner")
-        await operator(
-            "CreateServiceAccount", organization=tenant.name, name="ci", role="developer"
-        )
-    async with calls(service, secret) as owner:
-        made = await owner("CreateApiKey", **within, name="ci", service_account="ci")
-        assert (made.api_key.role, list(made.api_key.scopes)) == ("developer", [])
-        for fields in (
-            {"service_account": "ci", "role": "viewer"},
-            {"service_account": "ci", "scopes": ["billing"]},
-            {"own": True, "role": "admin"},
-            {"own": True, "scopes": ["billing"]},
-            {"own": True, "service_account": "ci"},
-        ):
-            wrong = await owner.refused("CreateApiKey", **within, name="k", **fields)
-            assert wrong.code is StatusCode.INVALID_ARGUMENT, fields
-
-
-async def test_only_a_token_accepts_an_invitation(service: Service, tenant: Tenant) -> None:
-    _, owner = await service.new_key(tenant, role="owner")
-    async with calls(service, owner) as key:
-        assert (await key.refused("AcceptInvitation")).reason == "PERMISSION_DENIED"
-    async with calls(service, None) as nobody:
-        assert (await nobody.refused("AcceptInvitation")).code is StatusCode.UNAUTHENTICATED
-    async with calls(service, "wi_" + "a" * 43) as guess:
-        refused = await guess.refused("AcceptInvitation")
-        assert (refused.code, refused.reason) == (StatusCode.UNAUTHENTICATED, "INVITATION_INVALID")
-        assert (await guess.refused("ListMembers")).reason == "UNAUTHENTICATED", "it is not a key"
-
-
 Made = dict[str, Any]
 Fields = Callable[[Made], Mapping[str, Any]]
 MONEY = {"currency_code": "USD", "units": 1}
@@ -304,6 +164,147 @@ NOT_WALKED = {
     "UndrainReplica": "follows a drain",
     "ApplyFleet": "replaces the models of the shared service; see test_fleet_changes.py",
 }
+
+
+async def join(
+    service: Service, inviter: Calls, tenant: Tenant, role: str, name: str = ""
+) -> tuple[str, str]:
+    """Invite a new person, accept, and return its address and the secret of its own key."""
+    email = f"{name or role}-{uuid.uuid4().hex[:12]}@example.com"
+    invited = await inviter("InviteMember", organization=tenant.name, email=email, role=role)
+    async with calls(service, invited.token) as invitee:
+        accepted = await invitee("AcceptInvitation", display_name=role.title(), create_key=True)
+    assert (accepted.member.email, accepted.member.role) == (email, role)
+    return email, accepted.secret
+
+
+@pytest.fixture
+async def tenant(service: Service) -> Tenant:
+    return await service.tenant()
+
+
+async def test_a_person_joins_works_and_leaves(service: Service, tenant: Tenant) -> None:
+    _, root = await service.new_key(tenant, "admin")
+    of_tenant = {"organization": tenant.name}
+    async with calls(service, root) as operator:
+        owner_email, owner_secret = await join(service, operator, tenant, "owner")
+        async with calls(service, owner_secret) as owner:
+            email, secret = await join(service, owner, tenant, "developer")
+            async with calls(service, secret) as developer:
+                key = await developer("CreateApiKey", **of_tenant, project="main", name="program")
+                refused = await developer.refused(
+                    "InviteMember", **of_tenant, email="x@example.com", role="viewer"
+                )
+                assert refused.reason == "PERMISSION_DENIED"
+                own = await developer(
+                    "CreateApiKey", **of_tenant, project="main", name="mine", own=True
+                )
+                assert own.api_key.person_id
+                members = (await developer("ListMembers", **of_tenant)).members
+            assert {each.email for each in members} == {owner_email, email}
+
+            changed = await owner("UpdateMember", **of_tenant, member=email, role="viewer")
+            assert changed.member.role == "viewer"
+            async with calls(service, secret) as viewer:
+                denied = await viewer.refused(
+                    "CreateApiKey", **of_tenant, project="main", name="no"
+                )
+                assert denied.reason == "PERMISSION_DENIED", "its own key has the new role"
+
+            unclear = await owner.refused("RemoveMember", **of_tenant, member=email)
+            assert key.api_key.prefix in unclear.status.message
+            removed = await owner("RemoveMember", **of_tenant, member=email, revoke_keys=False)
+            assert list(removed.kept_keys) == [key.api_key.prefix]
+            async with calls(service, secret) as former:
+                assert (await former.refused("ListMembers", **of_tenant)).code is (
+                    StatusCode.UNAUTHENTICATED
+                )
+            last = await owner.refused("RemoveMember", **of_tenant, member=owner_email)
+            assert (last.code, last.reason) == (StatusCode.FAILED_PRECONDITION, "LAST_OWNER")
+        by_owner = (await operator("ListAuditEntries", actor=owner_email)).entries
+        assert {each.action for each in by_owner} >= {"member.update", "member.remove"}
+        assert len({each.actor_person_id for each in by_owner}) == 1
+        deactivated = await operator.refused("DeactivatePerson", person=owner_email)
+        assert deactivated.reason == "LAST_OWNER"
+
+
+async def test_nobody_gives_changes_or_takes_more_than_it_may(
+    service: Service, tenant: Tenant
+) -> None:
+    _, root = await service.new_key(tenant, "admin")
+    of_tenant = {"organization": tenant.name}
+    async with calls(service, root) as operator:
+        owner, owner_secret = await join(service, operator, tenant, "owner")
+        _, secret = await join(service, operator, tenant, "admin")
+        pending = await operator("InviteMember", **of_tenant, email="o@example.com", role="owner")
+        account = await operator("CreateServiceAccount", **of_tenant, name="billing", role="owner")
+        keys = (await operator("ListApiKeys", **of_tenant)).api_keys
+        [of_owner] = [each for each in keys if each.prefix == owner_secret[:11]]
+    async with calls(service, secret) as admin:
+        invitation = pending.invitation.invitation_id
+        new = {"email": "new@example.com"}
+        for call, fields in (
+            ("InviteMember", {**new, "role": "owner"}),
+            ("InviteMember", {**new, "role": "finance"}),
+            ("InviteMember", {**new, "role": "operator"}),
+            ("ResendInvitation", {"invitation_id": invitation}),
+            ("RevokeInvitation", {"invitation_id": invitation}),
+            ("UpdateMember", {"member": owner, "role": "viewer"}),
+            ("RemoveMember", {"member": owner}),
+            ("CreateServiceAccount", {"name": "more", "role": "owner"}),
+            ("UpdateServiceAccount", {"service_account": "billing", "role": "viewer"}),
+            ("DeleteServiceAccount", {"service_account": "billing"}),
+            (
+                "CreateApiKey",
+                {"service_account": "billing", "project": "main", "name": "theirs"},
+            ),
+        ):
+            within = {} if "invitation_id" in fields else of_tenant
+            refused = await admin.refused(call, **within, **fields)
+            assert refused.reason == "ROLE_EXCEEDED", (call, fields, refused)
+        assert account.service_account.key_count == 0
+    async with calls(service, root) as operator:
+        stolen = await operator.refused("RotateApiKey", api_key=of_owner.prefix)
+        assert stolen.code is StatusCode.PERMISSION_DENIED
+        assert "who alone may replace its secret" in stolen.status.message
+    async with calls(service, owner_secret) as itself:
+        assert (await itself("RotateApiKey", api_key=of_owner.prefix)).secret
+
+
+async def test_owned_keys_have_the_role_of_their_owner(service: Service, tenant: Tenant) -> None:
+    _, root = await service.new_key(tenant, "admin")
+    within = {"organization": tenant.name, "project": "main"}
+    async with calls(service, root) as operator:
+        refused = await operator.refused("CreateApiKey", **within, name="k", own=True)
+        assert "needs the key of a person" in refused.status.message
+        _, secret = await join(service, operator, tenant, "owner")
+        await operator(
+            "CreateServiceAccount", organization=tenant.name, name="ci", role="developer"
+        )
+    async with calls(service, secret) as owner:
+        made = await owner("CreateApiKey", **within, name="ci", service_account="ci")
+        assert (made.api_key.role, list(made.api_key.scopes)) == ("developer", [])
+        for fields in (
+            {"service_account": "ci", "role": "viewer"},
+            {"service_account": "ci", "scopes": ["billing"]},
+            {"own": True, "role": "admin"},
+            {"own": True, "scopes": ["billing"]},
+            {"own": True, "service_account": "ci"},
+        ):
+            wrong = await owner.refused("CreateApiKey", **within, name="k", **fields)
+            assert wrong.code is StatusCode.INVALID_ARGUMENT, fields
+
+
+async def test_only_a_token_accepts_an_invitation(service: Service, tenant: Tenant) -> None:
+    _, owner = await service.new_key(tenant, role="owner")
+    async with calls(service, owner) as key:
+        assert (await key.refused("AcceptInvitation")).reason == "PERMISSION_DENIED"
+    async with calls(service, None) as nobody:
+        assert (await nobody.refused("AcceptInvitation")).code is StatusCode.UNAUTHENTICATED
+    async with calls(service, "wi_" + "a" * 43) as guess:
+        refused = await guess.refused("AcceptInvitation")
+        assert (refused.code, refused.reason) == (StatusCode.UNAUTHENTICATED, "INVITATION_INVALID")
+        assert (await guess.refused("ListMembers")).reason == "UNAUTHENTICATED", "it is not a key"
 
 
 async def test_every_change_names_person_role_address_and_both_states(

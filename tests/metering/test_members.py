@@ -254,7 +254,7 @@ async def test_the_last_owner_stays(sessions: Sessions, customer: Customer, way:
     async with sessions.begin() as session:
         await owners(session, ANN, BOB)
         await LEAVING[way](session, ANN)
-    with pytest.raises(LastOwner, match="Make another member owner first"):
+    with pytest.raises(LastOwner, match="Change the role of another member"):
         await in_transaction(sessions, LEAVING[way], BOB)
 
     async with sessions.begin() as session:
@@ -326,6 +326,12 @@ async def test_a_role_reaches_all_own_keys(sessions: Sessions, customer: Custome
         assert (await authenticate(session, models)).scopes == {"inference"}
         with pytest.raises(KeyInvalid):  # a developer has one project
             await authenticate(session, elsewhere)
+
+        await change_role(session, organization="acme", member=ANN, role="viewer", actor="test")
+
+        assert (await authenticate(session, ann.secret)).scopes == {"role:viewer"}
+        with pytest.raises(KeyInvalid):  # a viewer does not use models
+            await authenticate(session, models)
 
 
 @pytest.mark.parametrize("revoke", [True, False])
@@ -468,6 +474,8 @@ async def test_every_change_has_an_entry_with_both_states(
         "member.remove": {"removed_at"},
         "person.deactivate": {"deactivated_at"},
         "person.reactivate": {"deactivated_at"},
+        "member.deactivate": {"is_active"},
+        "member.reactivate": {"is_active"},
     }
     assert by_action["invitation.accept"].actor == made.key_prefix
     assert by_action["member.update"].before == {

@@ -637,7 +637,9 @@ class UpdateMemberResponse(_message.Message):
     MEMBER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def member(self) -> Global___Member:
-        """The member. Its keys with a role have the new one."""
+        """The member. Its own keys with a role have the new one; those that it does not allow are
+        revoked.
+        """
 
     def __init__(
         self,

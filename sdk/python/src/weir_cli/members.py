@@ -96,19 +96,28 @@ PersonArgument = Annotated[str, typer.Argument(metavar="PERSON", help="E-mail ad
 RoleOption = Annotated[
     str,
     typer.Option(
-        "--role", help="owner, admin, developer, finance or viewer; or operator of the service."
+        "--role",
+        metavar="ROLE",
+        help="owner, admin, developer, finance or viewer; or operator of the service.",
     ),
 ]
 AccountRoleOption = Annotated[
     str,
     typer.Option(
-        "--role", help="owner, admin, developer, finance or viewer. Default: none, for models."
+        "--role",
+        metavar="ROLE",
+        help="owner, admin, developer, finance or viewer. Default: none, for models.",
     ),
 ]
 ExpiresOption = Annotated[
-    str, typer.Option("--expires-in", help="How long the token works: 12h, 7d, at most 30d.")
+    str,
+    typer.Option(
+        "--expires-in", metavar="SPAN", help="How long the token works: 12h, 7d, at most 30d."
+    ),
 ]
-SearchOption = Annotated[str, typer.Option(help="Only addresses that begin like this.")]
+SearchOption = Annotated[
+    str, typer.Option(metavar="PREFIX", help="Only addresses that begin like this.")
+]
 LimitOption = Annotated[int, typer.Option(help="Show at most this many.", min=1, max=100_000)]
 
 
@@ -125,7 +134,10 @@ def invite(
     role: RoleOption,
     organization: OrganizationOption = None,
     project: Annotated[
-        str, typer.Option(help="Project of the member, by name or id. Default: the oldest.")
+        str,
+        typer.Option(
+            metavar="PROJECT", help="Project of the member, by name or id. Default: the oldest."
+        ),
     ] = "",
     expires_in: ExpiresOption = "7d",
     as_json: JsonOption = False,
@@ -177,7 +189,9 @@ def show_token(invitation: Invitation | None, token: str) -> None:
 @calls(admin_client)
 def accept(
     client: AdminClient,
-    name: Annotated[str, typer.Option(help="Your name. Default: the begin of the address.")] = "",
+    name: Annotated[
+        str, typer.Option(metavar="NAME", help="Your name. Default: the begin of the address.")
+    ] = "",
     create_key: Annotated[
         bool,
         typer.Option("--create-key", help="Also create a key of your own, shown once on stdout."),
