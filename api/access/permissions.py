@@ -93,6 +93,7 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
             *("ListResalePrices", "ListReplicaRentals"),
             *("ListResaleStatements", "GetResaleStatement"),
         ),
+        allowed("organizations.export", ADMINS, "ExportOrganization"),
         allowed("month.close", OPERATOR, "CloseMonth"),
         allowed(
             "adjustments.decide",

@@ -385,6 +385,7 @@ class ScriptedAccounts:
             type(reply).DESCRIPTOR.name.removesuffix("Response"): reply for reply in replies
         }
         self.requests: list[Any] = []
+        self.archive = b""  # the export of an organization
         self.refusals: list[status_pb2.Status] = []
         self.refusals_of: dict[str, status_pb2.Status] = {}  # by organization
         self.keys: list[str] = []
@@ -412,6 +413,15 @@ class ScriptedAccounts:
             )
         )
         await context.write(usage_pb.ExportMonthResponse(chunk=b"second"))
+
+    async def ExportOrganization(
+        self, request: billing_pb.ExportOrganizationRequest, context: Any
+    ) -> None:
+        """`ExportOrganization` handler that sends an archive in two pieces."""
+        self.requests.append(request)
+        half = len(self.archive) // 2
+        for chunk in (self.archive[:half], self.archive[half:]):
+            await context.write(billing_pb.ExportOrganizationResponse(chunk=chunk))
 
     def add(self, server: grpc.aio.Server) -> None:
         """Register the servicer for both services."""

@@ -55,7 +55,7 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
         "weir_cli.requests:trace", "Show where the time of a request went.", DEVELOPER
     ),
     "env": Command("weir_cli.connection:env", "Let your programs find `weir up`.", DEVELOPER),
-    "org": Command("weir_cli.tenants:org", "Create and list organizations.", ADMIN),
+    "org": Command("weir_cli.exports:org", "Create, list and export organizations.", ADMIN),
     "project": Command("weir_cli.tenants:project", "Create and list projects.", ADMIN),
     "key": Command(
         "weir_cli.tenants:key", "Create, rotate, change, revoke and list API keys.", ADMIN
