@@ -59,7 +59,7 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
         allowed(
             "credit.read", BILL_READERS - {Role.BILLING}, "ListCreditGrants", "GetCreditBalance"
         ),
-        allowed("audit.read", ADMINS, "ListAuditEntries"),
+        allowed("audit.read", ADMINS, "ListAuditEntries", "ExportAuditEntries"),
         allowed(
             "requests.control",
             OPERATOR,

@@ -414,6 +414,26 @@ class ScriptedAccounts:
         )
         await context.write(usage_pb.ExportMonthResponse(chunk=b"second"))
 
+    async def ExportAuditEntries(
+        self, request: admin_pb.ExportAuditEntriesRequest, _: Any
+    ) -> admin_pb.ExportAuditEntriesResponse:
+        """`ExportAuditEntries` handler with three entries, in pages of two."""
+        self.requests.append(request)
+        entries = [
+            admin_pb.AuditEntry(
+                entry_id=number,
+                create_time=Timestamp(seconds=NOON.seconds, nanos=number * 1000),
+                actor="weir_ab12cd",
+                action="quota.set",
+                subject_id="x",
+                after_json='{"limit_value": 9007199254740993, "reason": "café\\n"}',
+            )
+            for number in (4, 7, 9)
+            if number > request.after_entry_id
+        ][:2]
+        position = entries[-1].entry_id if len(entries) == 2 else 12
+        return admin_pb.ExportAuditEntriesResponse(entries=entries, position=position)
+
     async def ExportOrganization(
         self, request: billing_pb.ExportOrganizationRequest, context: Any
     ) -> None:

@@ -49,6 +49,7 @@ OF_KEYS = {"CreateApiKey", "RotateApiKey", "UpdateApiKey", "RevokeApiKey"}
 OF_ADMINS = {
     *("UpdateProject", "SuspendProject", "ResumeProject"),
     *("CreateProject", "SetQuota", "OverrideQuota", "DeleteQuota", "ListAuditEntries"),
+    "ExportAuditEntries",
     *("SetAlertWebhook", "ListAlertWebhooks", "DeleteAlertWebhook", "TestAlertWebhook"),
 }
 OF_CREDIT = {"ListCreditGrants", "GetCreditBalance"}

@@ -13,6 +13,7 @@ import {
   CloseProjectResponseSchema,
   CreateApiKeyResponseSchema,
   EraseEndUserResponseSchema,
+  ExportAuditEntriesResponseSchema,
   OrganizationSchema,
   ProjectSchema,
   RotateApiKeyResponseSchema,
@@ -23,6 +24,7 @@ import {
   type CloseProjectResponse as CloseProjectResponseMessage,
   type CreateApiKeyResponse as CreateApiKeyResponseMessage,
   type EraseEndUserResponse as EraseEndUserResponseMessage,
+  type ExportAuditEntriesResponse as ExportAuditEntriesResponseMessage,
   type Organization as OrganizationMessage,
   type Project as ProjectMessage,
   type RotateApiKeyResponse as RotateApiKeyResponseMessage,
@@ -245,6 +247,7 @@ import {
   type AppliedFleet,
   type AppliedPrice,
   type AuditEntry,
+  type AuditPage,
   type BillingProfile,
   type ChangeAction,
   type ChargeKind,
@@ -1132,6 +1135,15 @@ export function creditBalance(
     unbilled: money(value.unbilled),
     held: money(value.held),
     available: money(value.available),
+  };
+}
+
+export function auditPage(
+  value: ExportAuditEntriesResponseMessage = create(ExportAuditEntriesResponseSchema),
+): AuditPage {
+  return {
+    entries: value.entries.map((each) => auditEntry(each)),
+    position: count(value.position),
   };
 }
 

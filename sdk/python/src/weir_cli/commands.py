@@ -78,6 +78,9 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
         "weir_cli.configuration:export", "Write the current state as such a file.", ADMIN
     ),
     "audit": Command("weir_cli.audit:audit", "See who changed what, and when.", ADMIN),
+    "audit-export": Command(
+        "weir_cli.audit_export:export", "Write the audit log for another system.", ADMIN
+    ),
     "price": Command("weir_cli.plans:price", "Set and list prices, and try new ones.", FINANCE),
     "plan": Command("weir_cli.plans:plan", "Create and assign plans.", FINANCE),
     "credit": Command("weir_cli.plans:credit", "Grant credit, and show balances.", FINANCE),

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 VALUES = """
 Adjustment AdjustmentState Alert AlertDelivery AlertDeliveryState AlertInvoice AlertKey AlertWebhook
-ApiKey AppliedConfiguration AppliedFleet AppliedPrice AuditEntry BillingProfile ChangeAction
-ClosedMonth ClosedOrganization ClosedProject Closure ClosureEffects ConfigurationChange
+ApiKey AppliedConfiguration AppliedFleet AppliedPrice AuditEntry AuditPage BillingProfile
+ChangeAction ClosedMonth ClosedOrganization ClosedProject Closure ClosureEffects ConfigurationChange
 ConfigurationViolation CreatedAlertWebhook CreatedApiKey CreditBalance CreditGrant CreditNoteSummary
 DocumentFormat DrainedReplica EndUser EndUserLimits EndUserState ErasedEndUser FieldChange
 FinishReason FleetChange FleetProcess FleetVersion FleetViolation Generation GenerationState Invoice
