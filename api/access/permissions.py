@@ -62,7 +62,7 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
         allowed(
             "credit.read", BILL_READERS - {Role.BILLING}, "ListCreditGrants", "GetCreditBalance"
         ),
-        allowed("audit.read", ADMINS, "ListAuditEntries"),
+        allowed("audit.read", ADMINS, "ListAuditEntries", "ExportAuditEntries"),
         allowed(
             "requests.control",
             OPERATOR,
@@ -118,6 +118,7 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
             *("ListResalePrices", "ListReplicaRentals"),
             *("ListResaleStatements", "GetResaleStatement"),
         ),
+        allowed("organizations.export", ADMINS, "ExportOrganization"),
         allowed("month.close", OPERATOR, "CloseMonth"),
         allowed(
             "adjustments.decide",

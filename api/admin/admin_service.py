@@ -27,6 +27,7 @@ from api.access.servicer import (
     once,
     reading,
     removed,
+    sessions_of,
 )
 from api.admin.configuration_calls import ConfigurationCalls, InThread, at_once, json_text
 from api.admin.fleet_calls import FleetCalls, version_message
@@ -66,6 +67,7 @@ from metering.alerts.alerts import find_alert
 from metering.control import fleet_versions
 from metering.core import audit
 from metering.core.models import AuditEntry
+from metering.core.pages import PAGE_SIZE_MAX
 from metering.invoicing.invoice_document import Issuer
 from metering.quotas.quota_states import subject_names
 from metering.receipts.signing import Signer
@@ -152,6 +154,13 @@ async def audit_entries(
         end_at=end_time,
         **filters,
     )
+    return await with_names(session, entries)
+
+
+async def with_names(
+    session: AsyncSession, entries: Sequence[AuditEntry]
+) -> list[tuple[AuditEntry, Mapping[str, str]]]:
+    """Return entries with the display names of the ids in them."""
     known = [audit.referred_ids(entry) for entry in entries]
     names = await subject_names(session, set().union(*known))
     return [
@@ -188,6 +197,20 @@ class AdminReads(AuthenticatedServicer):
     ListTokenIssuers = listing(
         token_pb.ListTokenIssuersResponse, list_token_issuers, issuer_message
     )
+
+    async def ExportAuditEntries(
+        self, request: pb.ExportAuditEntriesRequest, context: Context
+    ) -> pb.ExportAuditEntriesResponse:
+        """Read the log after a position, without the lock of changes, as it waits for changes."""
+        caller = await self._caller(context)
+        async with sessions_of(caller, self._sessions)() as session:
+            entries, position = await audit.entries_after(
+                session,
+                after_entry_id=request.after_entry_id,
+                page_size=request.page_size or PAGE_SIZE_MAX,
+            )
+            shown = map(audit_message, await with_names(session, entries))
+            return pb.ExportAuditEntriesResponse(entries=shown, position=position)
 
 
 class AdminServicer(

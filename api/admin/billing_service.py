@@ -7,6 +7,7 @@ reach that organization only, whatever a request names: `metering/store/border.p
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import io
@@ -19,6 +20,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import IO, Any
 
+from google.protobuf.message import Message
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import alerts_pb2 as alert_pb
 from weir.v1 import billing_service_pb2 as pb
@@ -32,7 +34,7 @@ from weir.v1 import resale_pb2 as resale_pb
 from weir.v1 import usage_reports_pb2 as usage_pb
 
 from api.access.auth import Authenticator
-from api.access.roles import is_operator
+from api.access.roles import is_operator, role_of
 from api.access.servicer import (
     AuthenticatedServicer,
     CallerTransaction,
@@ -54,6 +56,7 @@ from api.core.messages import (
     usage_row,
 )
 from metering.alerts.alerts import ListedAlert, list_alerts
+from metering.core.audit import record_change
 from metering.core.errors import InvalidValue, InvariantViolated, NotFound
 from metering.core.models import Organization
 from metering.core.money import round_to_minor_unit
@@ -86,6 +89,7 @@ from metering.reports.end_users import ListedEndUser, get_end_user
 from metering.reports.end_users import with_usage as end_users_with_usage
 from metering.reports.focus import FOCUS_VERSION, Tags, focus_csv
 from metering.reports.forecast import CONFIDENCE, Forecast, forecast
+from metering.reports.organization_export import STATEMENT_MAX_S, write_export
 from metering.reports.usage_reports import (
     Groups,
     UsageFilter,
@@ -96,7 +100,8 @@ from metering.reports.usage_reports import (
     usage_page,
     usage_total,
 )
-from metering.store.db import Sessions, database_now
+from metering.store.border import Actor, acting
+from metering.store.db import Sessions, database_now, patience
 from metering.tenants.api_keys import find_api_key
 from metering.tenants.authentication import Principal
 from metering.tenants.tenants import find_organization, find_project
@@ -480,6 +485,7 @@ class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
         self._reports = reports
         self._issuer = issuer
         self._draw = Drawer().draw
+        self._exports = asyncio.Semaphore(1)  # of organizations
 
     def _reading(self, reader: Principal) -> AbstractAsyncContextManager[AsyncSession]:
         """Open a session on one snapshot, with the timeout of reports. Raises: TooManyReports."""
@@ -552,6 +558,30 @@ class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
             name = name.format(f"{report.organization_name}-{report.month}", number=number)
             file.seek(0)
             await send_file(context, name, media_type, file)
+
+    async def ExportOrganization(  # type: ignore[override]
+        self, request: pb.ExportOrganizationRequest, context: Context
+    ) -> None:
+        """Export an organization as an archive, in chunks, and record that.
+
+        The transaction is within the border of the organization, the operator's too, and ends
+        before the file is sent. A process writes one archive at a time.
+        """
+        principal = await self._caller(context)
+        async with self._changing(principal) as session:
+            owner = await named_or_own(session, principal, request.organization)
+            await record_change(
+                session, principal.key_prefix, "organization.export", str(owner.id), after={}
+            )
+        within = Actor(role_of(principal).word, owner.id, is_bound=True)
+        with tempfile.TemporaryFile() as file:
+            async with self._exports, self._reports.session_of(principal) as sessions:
+                with patience(STATEMENT_MAX_S + 2):
+                    async with acting(sessions, within)() as session:
+                        await write_export(session, owner, file)
+            file.seek(0)
+            name = f"{owner.name}-export.zip"
+            await send_file(context, name, "application/zip", file, pb.ExportOrganizationResponse)
 
     async def CloseMonth(
         self, request: months_pb2.CloseMonthRequest, context: Context
@@ -721,14 +751,18 @@ async def proposed(
     )
 
 
-async def send_file(context: Context, name: str, media_type: str, file: IO[bytes]) -> None:
+async def send_file(
+    context: Context,
+    name: str,
+    media_type: str,
+    file: IO[bytes],
+    piece: Callable[..., Message] = usage_pb.ExportMonthResponse,
+) -> None:
     """Send a file in chunks. The first message also has its name and media type."""
-    first = usage_pb.ExportMonthResponse(
-        file_name=name, media_type=media_type, chunk=file.read(CHUNK_BYTES)
-    )
+    first = piece(file_name=name, media_type=media_type, chunk=file.read(CHUNK_BYTES))
     await context.write(first)
     while chunk := file.read(CHUNK_BYTES):
-        await context.write(usage_pb.ExportMonthResponse(chunk=chunk))
+        await context.write(piece(chunk=chunk))
 
 
 async def write_focus(

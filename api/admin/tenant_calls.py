@@ -127,12 +127,12 @@ class TenantCalls(AuthenticatedServicer):
         self, request: pb.CloseOrganizationRequest, context: Context
     ) -> pb.CloseOrganizationResponse:
         """Close an organization while no other administrator changes anything."""
-        if (number := request.remaining_credit) and number not in REMAINING_CREDITS:
-            raise InvalidValue(
-                "remaining_credit", f"{number} is unknown: refund, expire or keep it"
-            )
         async with self._acting(context, alone=not request.validate_only) as acting:
             session = acting.session
+            if (number := request.remaining_credit) and number not in REMAINING_CREDITS:
+                raise InvalidValue(
+                    "remaining_credit", f"{number} is unknown: refund, expire or keep it"
+                )
             if request.validate_only:
                 organization = await tenants.find_organization(session, request.organization)
                 effects = await closures.effects_on_organization(session, organization)

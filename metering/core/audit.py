@@ -1,16 +1,24 @@
-"""Audit log: each entry is written in the transaction of its change."""
+"""Audit log: each entry is written in the transaction of its change.
+
+Ids of entries are drawn before the commit, so a smaller one may become visible after a larger one.
+A reader that follows the log would miss it. Writers hold a shared lock from before they draw an id
+to the end of their transaction, and `entries_after` waits for those that may have drawn one below
+its bound, without stopping new ones.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import uuid
 from collections.abc import Collection, Sequence
 from datetime import date, datetime
 from typing import Any
 
-from sqlalchemy import Row, insert, or_, select
+from sqlalchemy import Row, insert, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from metering.core.errors import InvalidValue
 from metering.core.models import AuditEntry, Base
 from metering.core.pages import check_page_size
 
@@ -21,6 +29,18 @@ OWNER_COLUMNS = (
 )
 UNLOGGED = frozenset({"secret_hash", "secret", "token_hash"})  # columns that must not be logged
 ENTRIES_PER_STATEMENT = 1000  # five parameters each; PostgreSQL's limit is 65,535
+WRITER_LOCK_ID = 1_634_036_844  # arbitrary, but never to be changed
+HOLD_WRITER_LOCK = text(f"SELECT pg_advisory_xact_lock_shared({WRITER_LOCK_ID})")
+LAST_DRAWN = text("""
+SELECT coalesce(pg_sequence_last_value(pg_get_serial_sequence('public.audit_log', 'id')), 0)
+""")
+WRITERS = text(f"""
+SELECT virtualtransaction
+FROM pg_locks
+WHERE locktype = 'advisory' AND classid = 0 AND objid = {WRITER_LOCK_ID} AND objsubid = 1
+  AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+""")
+WRITERS_WAIT_S, WRITERS_POLL_S = 2.0, 0.02  # most changes take milliseconds
 
 Snapshot = dict[str, Any]
 
@@ -56,9 +76,39 @@ async def record_change(
 
 async def record_changes(session: AsyncSession, entries: Sequence[dict[str, Any]]) -> None:
     """Add audit entries, each with the arguments of `record_change` by name."""
+    await session.execute(HOLD_WRITER_LOCK)
     for start in range(0, len(entries), ENTRIES_PER_STATEMENT):
         of_one = entries[start : start + ENTRIES_PER_STATEMENT]
         await session.execute(insert(AuditEntry).values(of_one))
+
+
+async def entries_after(
+    session: AsyncSession, *, after_entry_id: int, page_size: int = 1000
+) -> tuple[Sequence[AuditEntry], int]:
+    """List the entries after a position, oldest first, and return the position after them.
+
+    No entry ever appears below a returned position. While a change that is under way may still
+    write one, the position stays, and there are no entries. Raises: InvalidValue.
+    """
+    check_page_size(page_size)
+    last: int = (await session.execute(LAST_DRAWN)).scalar_one()
+    if not 0 <= after_entry_id <= last:
+        raise InvalidValue(
+            "after_entry_id",
+            f"must be between 0 and {last}, the newest position, got {after_entry_id}: if the"
+            " database was restored, begin with 0 and ignore the entries that you have",
+        )
+    # After the bound: a writer with an id up to it holds the lock by now, or has ended.
+    earlier = set(await session.scalars(WRITERS))
+    deadline = asyncio.get_running_loop().time() + WRITERS_WAIT_S
+    while earlier and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(WRITERS_POLL_S)
+        earlier &= set(await session.scalars(WRITERS))
+    if earlier:
+        return (), after_entry_id
+    query = select(AuditEntry).where(AuditEntry.id > after_entry_id, AuditEntry.id <= last)
+    entries = (await session.scalars(query.order_by(AuditEntry.id).limit(page_size))).all()
+    return entries, entries[-1].id if len(entries) == page_size else last
 
 
 async def list_audit_entries(

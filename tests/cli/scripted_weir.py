@@ -385,6 +385,7 @@ class ScriptedAccounts:
             type(reply).DESCRIPTOR.name.removesuffix("Response"): reply for reply in replies
         }
         self.requests: list[Any] = []
+        self.archive = b""  # the export of an organization
         self.refusals: list[status_pb2.Status] = []
         self.refusals_of: dict[str, status_pb2.Status] = {}  # by organization
         self.keys: list[str] = []
@@ -412,6 +413,35 @@ class ScriptedAccounts:
             )
         )
         await context.write(usage_pb.ExportMonthResponse(chunk=b"second"))
+
+    async def ExportAuditEntries(
+        self, request: admin_pb.ExportAuditEntriesRequest, _: Any
+    ) -> admin_pb.ExportAuditEntriesResponse:
+        """`ExportAuditEntries` handler with three entries, in pages of two."""
+        self.requests.append(request)
+        entries = [
+            admin_pb.AuditEntry(
+                entry_id=number,
+                create_time=Timestamp(seconds=NOON.seconds, nanos=number * 1000),
+                actor="weir_ab12cd",
+                action="quota.set",
+                subject_id="x",
+                after_json='{"limit_value": 9007199254740993, "reason": "café\\n"}',
+            )
+            for number in (4, 7, 9)
+            if number > request.after_entry_id
+        ][:2]
+        position = entries[-1].entry_id if len(entries) == 2 else 12
+        return admin_pb.ExportAuditEntriesResponse(entries=entries, position=position)
+
+    async def ExportOrganization(
+        self, request: billing_pb.ExportOrganizationRequest, context: Any
+    ) -> None:
+        """`ExportOrganization` handler that sends an archive in two pieces."""
+        self.requests.append(request)
+        half = len(self.archive) // 2
+        for chunk in (self.archive[:half], self.archive[half:]):
+            await context.write(billing_pb.ExportOrganizationResponse(chunk=chunk))
 
     def add(self, server: grpc.aio.Server) -> None:
         """Register the servicer for both services."""

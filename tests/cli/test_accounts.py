@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -664,6 +667,54 @@ def test_a_closing_shows_its_effects_and_needs_the_name(
     assert re.search(r"keys +3 +revoked", shown)
     assert (re.search(r"credit left +7\.00 USD", shown) is not None) == command.startswith("org")
     assert "--confirm" in refused
+
+
+def archive_of(projects: bytes) -> bytes:
+    """Return an archive as the server makes it, of two projects."""
+    digest = hashlib.sha256(b'{"name": "web"}\n{"name": "api"}\n').hexdigest()
+    about = {"file": "tables/projects.jsonl", "table": "projects", "row_count": 2, "sha256": digest}
+    manifest = {
+        "format": 1,
+        "organization": {"id": str(UUID(int=9)), "name": "acme"},
+        "exported_at": "2026-11-20T12:00:00+00:00",
+        "files": [about],
+    }
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("tables/projects.jsonl", projects)
+        archive.writestr("manifest.json", json.dumps(manifest))
+    return file.getvalue()
+
+
+def test_an_export_is_verified_and_verified_again(
+    weir: Run, server: ScriptedWeir, tmp_path: Path
+) -> None:
+    server.accounts.archive = archive_of(b'{"name": "web"}\n{"name": "api"}\n')
+    path = tmp_path / "acme.zip"
+
+    exported = weir(f"org export acme --output {path}")
+    again = weir(f"org verify-export {path}")
+
+    for result in (exported, again):
+        assert "acme at 2026-11-20T12:00:00+00:00, 2 rows, 0 documents" in result.output
+        assert re.search(r"projects +2", result.output)
+    path.write_bytes(path.read_bytes()[:-30])
+    refused = weir(f"org verify-export {path}")
+    assert refused.exit_code == 1
+    assert "is not a complete export" in refused.output
+
+
+def test_an_export_that_is_not_in_order_leaves_no_file(
+    weir: Run, server: ScriptedWeir, tmp_path: Path
+) -> None:
+    server.accounts.archive = archive_of(b'{"name": "web"}\n{"name": "spa"}\n')
+
+    refused = weir(f"org export acme --output {tmp_path / 'acme.zip'}")
+
+    assert refused.exit_code == 1
+    assert "another digest" in refused.output
+    assert list(tmp_path.glob("acme*")) == []
+    assert "is a directory" in weir(f"org export acme --output {tmp_path}").output
 
 
 def test_a_suspension_needs_a_reason(weir: Run, server: ScriptedWeir) -> None:

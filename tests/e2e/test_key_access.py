@@ -55,6 +55,7 @@ OF_ADMINS = {
     *("UpdateProject", "SuspendProject", "ResumeProject"),
     *("CreateProject", "SetQuota", "OverrideQuota", "DeleteQuota", "ListAuditEntries"),
     *("CreateTokenIssuer", "DeleteTokenIssuer", "RevokeTokens"),
+    "ExportAuditEntries",
     *("SetAlertWebhook", "ListAlertWebhooks", "DeleteAlertWebhook", "TestAlertWebhook"),
 }
 OF_ADMINS |= {
@@ -149,6 +150,8 @@ def methods() -> Iterator[MethodDescriptor]:
 
 def scopes_of(method: MethodDescriptor) -> set[str]:
     """Return the scopes and roles that allow a call."""
+    if method.name == "ExportOrganization":
+        return {"admin", "role:owner", "role:admin"}
     if method.name == "ListReceiptKeys":
         return {"inference", "billing", "admin", *ROLES_OF_KEYS}
     match method.containing_service.name:

@@ -300,3 +300,21 @@ async def test_a_changed_role_applies_to_the_next_call(service: Service, admin: 
         refusal = await own.refused("ListApiKeys")
 
     assert refusal.code is StatusCode.PERMISSION_DENIED
+
+
+async def test_an_owner_exports_the_audit_log_of_its_organization(service: Service) -> None:
+    """With positions of the whole log, which tell nothing of others."""
+    tenant, other = await service.tenant(), await service.tenant()
+    _, owner = await service.new_key(tenant, role="owner")
+    async with calls(service, owner) as call:
+        begun = (await call("ExportAuditEntries")).position
+        await service.new_key(other)
+        await call("CreateProject", organization=tenant.name, name="audited")
+        page = await call("ExportAuditEntries", after_entry_id=begun)
+        [entry] = page.entries
+        assert (entry.action, entry.actor_role) == ("project.create", "owner")
+        assert begun < entry.entry_id <= page.position
+        again = await call("ExportAuditEntries", after_entry_id=page.position)
+        assert not again.entries
+        refused = await call.refused("ExportAuditEntries", after_entry_id=10**12)
+        assert refused.fields == ["after_entry_id"]

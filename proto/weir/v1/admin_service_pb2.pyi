@@ -2028,6 +2028,62 @@ class ListAuditEntriesResponse(_message.Message):
 Global___ListAuditEntriesResponse: _TypeAlias = ListAuditEntriesResponse  # noqa: Y015
 
 @_typing.final
+class ExportAuditEntriesRequest(_message.Message):
+    """Reads the audit log after a position."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_ENTRY_ID_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    after_entry_id: _builtins.int
+    """The position of an earlier response; 0: from the beginning. Above the newest one:
+    INVALID_ARGUMENT.
+    """
+    page_size: _builtins.int
+    """Largest number of entries, 1 to 1000. Default 1000."""
+    def __init__(
+        self,
+        *,
+        after_entry_id: _builtins.int = ...,
+        page_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_entry_id", b"after_entry_id", "page_size", b"page_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportAuditEntriesRequest: _TypeAlias = ExportAuditEntriesRequest  # noqa: Y015
+
+@_typing.final
+class ExportAuditEntriesResponse(_message.Message):
+    """Audit entries, and the position after them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """Where the next call continues: no entry appears before it any more."""
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditEntry]:
+        """Oldest first. May be empty before the end while a change is under way: ask again."""
+
+    def __init__(
+        self,
+        *,
+        entries: _abc.Iterable[Global___AuditEntry] | None = ...,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportAuditEntriesResponse: _TypeAlias = ExportAuditEntriesResponse  # noqa: Y015
+
+@_typing.final
 class AuditEntry(_message.Message):
     """One change: its time and author, and the object before and after it."""
 

@@ -225,6 +225,11 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.ListAuditEntriesRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.ListAuditEntriesResponse.FromString,
                 _registered_method=True)
+        self.ExportAuditEntries = channel.unary_unary(
+                '/weir.v1.AdminService/ExportAuditEntries',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.ExportAuditEntriesRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.ExportAuditEntriesResponse.FromString,
+                _registered_method=True)
         self.ListLiveRequests = channel.unary_unary(
                 '/weir.v1.AdminService/ListLiveRequests',
                 request_serializer=weir_dot_v1_dot_live__requests__pb2.ListLiveRequestsRequest.SerializeToString,
@@ -681,6 +686,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExportAuditEntries(self, request, context):
+        """Reads the audit log after a position, oldest first, for another system. A reader that continues
+        with the returned position gets every entry exactly once, even if a change commits late.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListLiveRequests(self, request, context):
         """Lists the live requests of all processes: owner, phase and usage, never content.
         """
@@ -1129,6 +1142,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListAuditEntries,
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.ListAuditEntriesRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.ListAuditEntriesResponse.SerializeToString,
+            ),
+            'ExportAuditEntries': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExportAuditEntries,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.ExportAuditEntriesRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.ExportAuditEntriesResponse.SerializeToString,
             ),
             'ListLiveRequests': grpc.unary_unary_rpc_method_handler(
                     servicer.ListLiveRequests,
@@ -2268,6 +2286,33 @@ class AdminService:
             '/weir.v1.AdminService/ListAuditEntries',
             weir_dot_v1_dot_admin__service__pb2.ListAuditEntriesRequest.SerializeToString,
             weir_dot_v1_dot_admin__service__pb2.ListAuditEntriesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportAuditEntries(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ExportAuditEntries',
+            weir_dot_v1_dot_admin__service__pb2.ExportAuditEntriesRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.ExportAuditEntriesResponse.FromString,
             options,
             channel_credentials,
             insecure,

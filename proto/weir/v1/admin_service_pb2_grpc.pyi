@@ -144,6 +144,10 @@ class AdminServiceStub:
     """Switches an organization to prepaid, limited to its credit, or back."""
     ListAuditEntries: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListAuditEntriesRequest, _admin_service_pb2.ListAuditEntriesResponse]
     """Reads the audit log, newest first."""
+    ExportAuditEntries: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ExportAuditEntriesRequest, _admin_service_pb2.ExportAuditEntriesResponse]
+    """Reads the audit log after a position, oldest first, for another system. A reader that continues
+    with the returned position gets every entry exactly once, even if a change commits late.
+    """
     ListLiveRequests: _grpc.UnaryUnaryMultiCallable[_live_requests_pb2.ListLiveRequestsRequest, _live_requests_pb2.ListLiveRequestsResponse]
     """Lists the live requests of all processes: owner, phase and usage, never content."""
     GetRequest: _grpc.UnaryUnaryMultiCallable[_live_requests_pb2.GetRequestRequest, _live_requests_pb2.GetRequestResponse]
@@ -348,6 +352,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Switches an organization to prepaid, limited to its credit, or back."""
     ListAuditEntries: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListAuditEntriesRequest, _admin_service_pb2.ListAuditEntriesResponse]  # type: ignore[assignment]
     """Reads the audit log, newest first."""
+    ExportAuditEntries: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ExportAuditEntriesRequest, _admin_service_pb2.ExportAuditEntriesResponse]  # type: ignore[assignment]
+    """Reads the audit log after a position, oldest first, for another system. A reader that continues
+    with the returned position gets every entry exactly once, even if a change commits late.
+    """
     ListLiveRequests: _aio.UnaryUnaryMultiCallable[_live_requests_pb2.ListLiveRequestsRequest, _live_requests_pb2.ListLiveRequestsResponse]  # type: ignore[assignment]
     """Lists the live requests of all processes: owner, phase and usage, never content."""
     GetRequest: _aio.UnaryUnaryMultiCallable[_live_requests_pb2.GetRequestRequest, _live_requests_pb2.GetRequestResponse]  # type: ignore[assignment]
@@ -759,6 +767,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.ListAuditEntriesResponse, _abc.Awaitable[_admin_service_pb2.ListAuditEntriesResponse]]:
         """Reads the audit log, newest first."""
+
+    @_abc_1.abstractmethod
+    def ExportAuditEntries(
+        self,
+        request: _admin_service_pb2.ExportAuditEntriesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.ExportAuditEntriesResponse, _abc.Awaitable[_admin_service_pb2.ExportAuditEntriesResponse]]:
+        """Reads the audit log after a position, oldest first, for another system. A reader that continues
+        with the returned position gets every entry exactly once, even if a change commits late.
+        """
 
     @_abc_1.abstractmethod
     def ListLiveRequests(

@@ -363,3 +363,55 @@ class Reconciliation(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Reconciliation: _TypeAlias = Reconciliation  # noqa: Y015
+
+@_typing.final
+class ExportOrganizationRequest(_message.Message):
+    """Requests the export of an organization."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of the organization; unknown: NOT_FOUND. Empty: the key's own."""
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportOrganizationRequest: _TypeAlias = ExportOrganizationRequest  # noqa: Y015
+
+@_typing.final
+class ExportOrganizationResponse(_message.Message):
+    """A piece of the archive. The concatenated pieces are the file."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_NAME_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    file_name: _builtins.str
+    """Name of the file; on the first piece only."""
+    media_type: _builtins.str
+    """Media type; on the first piece only."""
+    chunk: _builtins.bytes
+    """The bytes."""
+    def __init__(
+        self,
+        *,
+        file_name: _builtins.str = ...,
+        media_type: _builtins.str = ...,
+        chunk: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "file_name", b"file_name", "media_type", b"media_type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportOrganizationResponse: _TypeAlias = ExportOrganizationResponse  # noqa: Y015

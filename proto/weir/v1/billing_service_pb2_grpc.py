@@ -72,6 +72,11 @@ class BillingServiceStub:
                 request_serializer=weir_dot_v1_dot_usage__reports__pb2.ExportMonthRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_usage__reports__pb2.ExportMonthResponse.FromString,
                 _registered_method=True)
+        self.ExportOrganization = channel.unary_stream(
+                '/weir.v1.BillingService/ExportOrganization',
+                request_serializer=weir_dot_v1_dot_billing__service__pb2.ExportOrganizationRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_billing__service__pb2.ExportOrganizationResponse.FromString,
+                _registered_method=True)
         self.GetMonthDocument = channel.unary_unary(
                 '/weir.v1.BillingService/GetMonthDocument',
                 request_serializer=weir_dot_v1_dot_months__pb2.GetMonthDocumentRequest.SerializeToString,
@@ -212,6 +217,15 @@ class BillingServiceServicer:
 
     def ExportMonth(self, request, context):
         """Returns a file of a month: the invoice as PDF, or its charges for FinOps tools.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExportOrganization(self, request, context):
+        """Returns everything that an organization has, at one moment, as a ZIP archive: all rows of its
+        tables as JSON Lines, its documents as PDF, and a manifest with counts and digests. Secrets and
+        their hashes are left out. The audit log records the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -391,6 +405,11 @@ def add_BillingServiceServicer_to_server(servicer, server):
                     servicer.ExportMonth,
                     request_deserializer=weir_dot_v1_dot_usage__reports__pb2.ExportMonthRequest.FromString,
                     response_serializer=weir_dot_v1_dot_usage__reports__pb2.ExportMonthResponse.SerializeToString,
+            ),
+            'ExportOrganization': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportOrganization,
+                    request_deserializer=weir_dot_v1_dot_billing__service__pb2.ExportOrganizationRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_billing__service__pb2.ExportOrganizationResponse.SerializeToString,
             ),
             'GetMonthDocument': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMonthDocument,
@@ -652,6 +671,33 @@ class BillingService:
             '/weir.v1.BillingService/ExportMonth',
             weir_dot_v1_dot_usage__reports__pb2.ExportMonthRequest.SerializeToString,
             weir_dot_v1_dot_usage__reports__pb2.ExportMonthResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportOrganization(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weir.v1.BillingService/ExportOrganization',
+            weir_dot_v1_dot_billing__service__pb2.ExportOrganizationRequest.SerializeToString,
+            weir_dot_v1_dot_billing__service__pb2.ExportOrganizationResponse.FromString,
             options,
             channel_credentials,
             insecure,

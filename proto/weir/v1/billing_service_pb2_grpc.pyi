@@ -55,6 +55,11 @@ class BillingServiceStub:
     """Returns the cost of the current month so far, and its forecast."""
     ExportMonth: _grpc.UnaryStreamMultiCallable[_usage_reports_pb2.ExportMonthRequest, _usage_reports_pb2.ExportMonthResponse]
     """Returns a file of a month: the invoice as PDF, or its charges for FinOps tools."""
+    ExportOrganization: _grpc.UnaryStreamMultiCallable[_billing_service_pb2.ExportOrganizationRequest, _billing_service_pb2.ExportOrganizationResponse]
+    """Returns everything that an organization has, at one moment, as a ZIP archive: all rows of its
+    tables as JSON Lines, its documents as PDF, and a manifest with counts and digests. Secrets and
+    their hashes are left out. The audit log records the call.
+    """
     GetMonthDocument: _grpc.UnaryUnaryMultiCallable[_months_pb2.GetMonthDocumentRequest, _months_pb2.GetMonthDocumentResponse]
     """Returns the report of a month as a document. For a closed month the bytes never change."""
     ListMonths: _grpc.UnaryUnaryMultiCallable[_months_pb2.ListMonthsRequest, _months_pb2.ListMonthsResponse]
@@ -133,6 +138,11 @@ class BillingServiceAsyncStub(BillingServiceStub):
     """Returns the cost of the current month so far, and its forecast."""
     ExportMonth: _aio.UnaryStreamMultiCallable[_usage_reports_pb2.ExportMonthRequest, _usage_reports_pb2.ExportMonthResponse]  # type: ignore[assignment]
     """Returns a file of a month: the invoice as PDF, or its charges for FinOps tools."""
+    ExportOrganization: _aio.UnaryStreamMultiCallable[_billing_service_pb2.ExportOrganizationRequest, _billing_service_pb2.ExportOrganizationResponse]  # type: ignore[assignment]
+    """Returns everything that an organization has, at one moment, as a ZIP archive: all rows of its
+    tables as JSON Lines, its documents as PDF, and a manifest with counts and digests. Secrets and
+    their hashes are left out. The audit log records the call.
+    """
     GetMonthDocument: _aio.UnaryUnaryMultiCallable[_months_pb2.GetMonthDocumentRequest, _months_pb2.GetMonthDocumentResponse]  # type: ignore[assignment]
     """Returns the report of a month as a document. For a closed month the bytes never change."""
     ListMonths: _aio.UnaryUnaryMultiCallable[_months_pb2.ListMonthsRequest, _months_pb2.ListMonthsResponse]  # type: ignore[assignment]
@@ -244,6 +254,17 @@ class BillingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_usage_reports_pb2.ExportMonthResponse], _abc.AsyncIterator[_usage_reports_pb2.ExportMonthResponse]]:
         """Returns a file of a month: the invoice as PDF, or its charges for FinOps tools."""
+
+    @_abc_1.abstractmethod
+    def ExportOrganization(
+        self,
+        request: _billing_service_pb2.ExportOrganizationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_billing_service_pb2.ExportOrganizationResponse], _abc.AsyncIterator[_billing_service_pb2.ExportOrganizationResponse]]:
+        """Returns everything that an organization has, at one moment, as a ZIP archive: all rows of its
+        tables as JSON Lines, its documents as PDF, and a manifest with counts and digests. Secrets and
+        their hashes are left out. The audit log records the call.
+        """
 
     @_abc_1.abstractmethod
     def GetMonthDocument(

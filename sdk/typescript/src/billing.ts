@@ -1,5 +1,7 @@
 /** Client of the billing API: reports, months, usage, invoices, corrections, alerts, resale. */
 
+import type { Writable } from "node:stream";
+import { pipeline } from "node:stream/promises";
 import type { CallOptionsOf } from "./connection.js";
 import { invalid } from "./checks.js";
 import { LABEL_PREFIX, numberOf, usageGroups } from "./conversion.js";
@@ -25,6 +27,8 @@ import type {
   UsagePage,
 } from "./generated_values.js";
 import * as wire from "./wire.js";
+
+const EXPORT_MS = 1_800_000; // of an organization: some ten million rows
 
 /** An exported file. */
 export interface MonthFile {
@@ -163,6 +167,25 @@ export class BillingClient extends BillingCalls {
   /** Exports an approved credit note, given by its number, as PDF. */
   async exportCreditNote(number: string, options: CallOptionsOf = {}): Promise<MonthFile> {
     return await this.exported({ creditNoteNumber: number }, options);
+  }
+
+  /**
+   * Writes everything that an organization has to a stream, as a ZIP archive, and ends the stream.
+   * `""` is the organization of the key. If it fails, the archive is incomplete: begin again.
+   */
+  async exportOrganization(
+    organization: string,
+    file: Writable,
+    options: CallOptionsOf = {},
+  ): Promise<void> {
+    const pieces = this.connection.responses(
+      BillingService.method.exportOrganization,
+      { organization },
+      { timeoutMs: EXPORT_MS, ...options },
+    );
+    await pipeline(async function* () {
+      for await (const { chunk } of pieces) yield chunk;
+    }, file);
   }
 
   /** Yields the end users of an organization by name; `""` is that of the key. */

@@ -355,35 +355,42 @@ export class Connection {
   async collect<Method extends DescMethodServerStreaming>(
     method: Method,
     init: MessageInitShape<Method["input"]>,
-    { timeoutMs = this.settings.timeoutMs ?? UNARY_TIMEOUT_MS, signal }: CallOptionsOf = {},
+    options: CallOptionsOf = {},
   ): Promise<MessageShape<Method["output"]>[]> {
+    const received: MessageShape<Method["output"]>[] = [];
+    for await (const each of this.responses(method, init, options)) received.push(each);
+    return received;
+  }
+
+  /** Yields the responses of a read-only streaming call as they arrive. */
+  async *responses<Method extends DescMethodServerStreaming>(
+    method: Method,
+    init: MessageInitShape<Method["input"]>,
+    { timeoutMs = this.settings.timeoutMs ?? UNARY_TIMEOUT_MS, signal }: CallOptionsOf = {},
+  ): AsyncGenerator<MessageShape<Method["output"]>, void, void> {
     const ready = this.ready(timeoutMs, signal);
     if (ready !== undefined) await ready;
-    return new Promise((resolve, reject) => {
-      if (signal?.aborted) return reject(signal.reason);
-      const received: MessageShape<Method["output"]>[] = [];
-      const call = this.clients.next().makeServerStreamRequest(
-        `/${method.parent.typeName}/${method.name}`,
-        (message: Uint8Array) => Buffer.from(message),
-        (bytes: Buffer) => fromBinary(method.output, bytes) as MessageShape<Method["output"]>,
-        toBinary(method.input, create(method.input, init)),
-        this.metadata(),
-        { deadline: Date.now() + timeoutMs },
-      );
-      const abort = (): void => call.cancel();
-      signal?.addEventListener("abort", abort, { once: true });
-      call.on("data", (each: MessageShape<Method["output"]>) => received.push(each));
-      call.on("end", () => {
-        signal?.removeEventListener("abort", abort);
-        resolve(received);
-      });
-      call.on("error", (error: ServiceError) => {
-        signal?.removeEventListener("abort", abort);
-        reject(
-          signal?.aborted ? signal.reason : errorFromRpc(error, false, "", tried(this.settings)),
-        );
-      });
-    });
+    signal?.throwIfAborted();
+    const call = this.clients.next().makeServerStreamRequest(
+      `/${method.parent.typeName}/${method.name}`,
+      (message: Uint8Array) => Buffer.from(message),
+      (bytes: Buffer) => fromBinary(method.output, bytes) as MessageShape<Method["output"]>,
+      toBinary(method.input, create(method.input, init)),
+      this.metadata(),
+      { deadline: Date.now() + timeoutMs },
+    );
+    const abort = (): void => call.cancel();
+    signal?.addEventListener("abort", abort, { once: true });
+    try {
+      for await (const each of call) yield each as MessageShape<Method["output"]>;
+    } catch (error) {
+      throw signal?.aborted
+        ? signal.reason
+        : errorFromRpc(error as ServiceError, false, "", tried(this.settings));
+    } finally {
+      signal?.removeEventListener("abort", abort);
+      call.cancel();
+    }
   }
 
   private attempt<Method extends DescMethodUnary>(

@@ -36,6 +36,7 @@ import {
   type ApiKey,
   type AppliedConfiguration,
   type AppliedFleet,
+  type AuditPage,
   type BillingProfile,
   type ClosedMonth,
   type ClosedOrganization,
@@ -128,6 +129,17 @@ export interface CloseProjectOptions extends CallOptionsOf {
   readonly reason?: string | undefined;
   /** Changes nothing, and returns the effects. */
   readonly validateOnly?: boolean | undefined;
+}
+
+/** Options of `exportAuditEntries`. */
+export interface ExportAuditEntriesOptions extends CallOptionsOf {
+  /**
+   * The position of an earlier response; 0: from the beginning. Above the newest one:
+   * InvalidRequest.
+   */
+  readonly afterEntryId?: number | bigint | undefined;
+  /** Largest number of entries, 1 to 1000. Default 1000. */
+  readonly pageSize?: number | undefined;
 }
 
 /** Options of `createApiKey`. */
@@ -1044,6 +1056,22 @@ export class AdminCalls extends UnaryClient {
     const method = AdminService.method.closeProject;
     const response = await this.connection.call(method, init, options);
     return wire.closedProject(response);
+  }
+
+  /**
+   * Reads the audit log after a position, oldest first, for another system. A reader that continues
+   * with the returned position gets every entry exactly once, even if a change commits late.
+   */
+  async exportAuditEntries(
+    options: ExportAuditEntriesOptions = {},
+  ): Promise<AuditPage> {
+    const init = defined({
+      afterEntryId: whole("afterEntryId", options.afterEntryId),
+      pageSize: options.pageSize,
+    });
+    const method = AdminService.method.exportAuditEntries;
+    const response = await this.connection.call(method, init, options);
+    return wire.auditPage(response);
   }
 
   /**

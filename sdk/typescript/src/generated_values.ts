@@ -1600,6 +1600,14 @@ export interface CreditBalance {
   readonly available: Money;
 }
 
+/** Audit entries, and the position after them. */
+export interface AuditPage {
+  /** Oldest first. May be empty before the end while a change is under way: ask again. */
+  readonly entries: readonly AuditEntry[];
+  /** Where the next call continues: no entry appears before it any more. */
+  readonly position: number;
+}
+
 /** Phase of a request. unspecified: newer than this client. */
 export type RequestPhase =
   | "unspecified"

@@ -13,6 +13,7 @@ import {
   CloseProjectResponseSchema,
   CreateApiKeyResponseSchema,
   EraseEndUserResponseSchema,
+  ExportAuditEntriesResponseSchema,
   OrganizationSchema,
   ProjectSchema,
   RotateApiKeyResponseSchema,
@@ -23,6 +24,7 @@ import {
   type CloseProjectResponse as CloseProjectResponseMessage,
   type CreateApiKeyResponse as CreateApiKeyResponseMessage,
   type EraseEndUserResponse as EraseEndUserResponseMessage,
+  type ExportAuditEntriesResponse as ExportAuditEntriesResponseMessage,
   type Organization as OrganizationMessage,
   type Project as ProjectMessage,
   type RotateApiKeyResponse as RotateApiKeyResponseMessage,
@@ -270,6 +272,7 @@ import {
   type AppliedFleet,
   type AppliedPrice,
   type AuditEntry,
+  type AuditPage,
   type BillingProfile,
   type ChangeAction,
   type ChargeKind,
@@ -1234,6 +1237,15 @@ export function creditBalance(
     unbilled: money(value.unbilled),
     held: money(value.held),
     available: money(value.available),
+  };
+}
+
+export function auditPage(
+  value: ExportAuditEntriesResponseMessage = create(ExportAuditEntriesResponseSchema),
+): AuditPage {
+  return {
+    entries: value.entries.map((each) => auditEntry(each)),
+    position: count(value.position),
   };
 }
 

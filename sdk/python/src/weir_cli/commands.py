@@ -55,7 +55,7 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
         "weir_cli.requests:trace", "Show where the time of a request went.", DEVELOPER
     ),
     "env": Command("weir_cli.connection:env", "Let your programs find `weir up`.", DEVELOPER),
-    "org": Command("weir_cli.tenants:org", "Create and list organizations.", ADMIN),
+    "org": Command("weir_cli.exports:org", "Create, list and export organizations.", ADMIN),
     "project": Command("weir_cli.tenants:project", "Create and list projects.", ADMIN),
     "key": Command(
         "weir_cli.tenants:key", "Create, rotate, change, revoke and list API keys.", ADMIN
@@ -83,6 +83,9 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
         "weir_cli.configuration:export", "Write the current state as such a file.", ADMIN
     ),
     "audit": Command("weir_cli.audit:audit", "See who changed what, and when.", ADMIN),
+    "audit-export": Command(
+        "weir_cli.audit_export:export", "Write the audit log for another system.", ADMIN
+    ),
     "price": Command("weir_cli.plans:price", "Set and list prices, and try new ones.", FINANCE),
     "plan": Command("weir_cli.plans:plan", "Create and assign plans.", FINANCE),
     "credit": Command("weir_cli.plans:credit", "Grant credit, and show balances.", FINANCE),

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Unpack
+from typing import IO, Unpack
 
-from weir.v1 import alerts_pb2, end_users_pb2, months_pb2, resale_pb2, usage_reports_pb2
+from weir.v1 import (
+    alerts_pb2,
+    billing_service_pb2,
+    end_users_pb2,
+    months_pb2,
+    resale_pb2,
+    usage_reports_pb2,
+)
 
 from weir_client import wire
 from weir_client.blocking import blocking, blocking_items
@@ -28,6 +35,8 @@ from weir_client.generated_values import (
 from weir_client.options import UsageOptions
 from weir_client.unary import items_of
 from weir_client.values import LABEL_PREFIX, MonthFile
+
+EXPORT_S = 1800.0  # of an organization: some ten million rows
 
 
 class AsyncBillingClient(AsyncBillingCalls):
@@ -148,6 +157,16 @@ class AsyncBillingClient(AsyncBillingCalls):
     async def export_credit_note(self, number: str) -> MonthFile:
         """Export an approved credit note, given by its number, as PDF. Raises: NotFound."""
         return await self._export(usage_reports_pb2.ExportMonthRequest(credit_note_number=number))
+
+    async def export_organization(self, organization: str, file: IO[bytes]) -> None:
+        """Write everything that an organization has to a file, as a ZIP archive. Raises: NotFound.
+
+        The file must be open for writing, and seekable: an interrupted transfer begins again. An
+        empty `organization` means the key's own. May take half an hour.
+        """
+        request = billing_service_pb2.ExportOrganizationRequest(organization=organization)
+        timeout_s = max(self._timeout_s, EXPORT_S)
+        await self._opened().save(self._stub.ExportOrganization, request, file, timeout=timeout_s)
 
     async def _export(self, request: usage_reports_pb2.ExportMonthRequest) -> MonthFile:
         pieces = await self._opened().collect(
@@ -270,6 +289,7 @@ class BillingClient(BlockingBillingCalls):
     list_end_users = blocking_items(AsyncBillingClient._end_user_pages)
     export_month = blocking(AsyncBillingClient.export_month)
     export_credit_note = blocking(AsyncBillingClient.export_credit_note)
+    export_organization = blocking(AsyncBillingClient.export_organization)
     list_alerts = blocking_items(AsyncBillingClient._alert_pages)
     list_resale_prices = blocking_items(AsyncBillingClient._resale_price_pages)
     list_replica_rentals = blocking_items(AsyncBillingClient._replica_rental_pages)

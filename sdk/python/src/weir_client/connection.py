@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, cast
+from typing import IO, Any, Self, TypeVar, Unpack, cast
 
 import grpc.aio
 
@@ -321,6 +321,30 @@ class Connection:
             return [response async for response in stream]
 
         return await self._attempt(read, timeout, self.settings.retry)
+
+    async def save(
+        self,
+        method: grpc.aio.UnaryStreamMultiCallable[_Request, _Response],
+        request: _Request,
+        file: IO[bytes],
+        *,
+        timeout: float,
+    ) -> None:
+        """Write the chunks of all responses to a file, retried from its start like `call`.
+
+        Raises: WeirError.
+        """
+
+        async def read(remaining_s: float) -> None:
+            file.seek(0)
+            file.truncate()
+            stream = method(
+                request, timeout=remaining_s, metadata=grpc.aio.Metadata(*self.metadata)
+            )
+            async for response in stream:
+                file.write(cast(Any, response).chunk)
+
+        await self._attempt(read, timeout, self.settings.retry)
 
     async def _attempt(
         self,

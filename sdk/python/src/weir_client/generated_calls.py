@@ -40,6 +40,7 @@ from weir_client.generated_values import (
     ApiKey,
     AppliedConfiguration,
     AppliedFleet,
+    AuditPage,
     BillingProfile,
     ClosedMonth,
     ClosedOrganization,
@@ -310,6 +311,25 @@ class AsyncAdminCalls(UnaryClient):
         )
         response = await self._call(self._stub.CloseProject, request)
         return wire.read(ClosedProject, response)
+
+    async def export_audit_entries(
+        self, after_entry_id: int = 0, *, page_size: int = 0
+    ) -> AuditPage:
+        """Reads the audit log after a position, oldest first, for another system. A reader that
+        continues with the returned position gets every entry exactly once, even if a change commits
+        late.
+
+        `after_entry_id`: The position of an earlier response; 0: from the beginning. Above the
+            newest one: InvalidRequest.
+        `page_size`: Largest number of entries, 1 to 1000. Default 1000.
+        """
+        request = wire.request(
+            admin_service_pb2.ExportAuditEntriesRequest,
+            after_entry_id=after_entry_id,
+            page_size=page_size,
+        )
+        response = await self._call(self._stub.ExportAuditEntries, request)
+        return wire.read(AuditPage, response)
 
     async def list_projects(self, organization: str) -> list[Project]:
         """Lists the projects of an organization by name.
@@ -1421,6 +1441,7 @@ class BlockingAdminCalls(BlockingUnaryClient):
     suspend_project = blocking(AsyncAdminCalls.suspend_project)
     resume_project = blocking(AsyncAdminCalls.resume_project)
     close_project = blocking(AsyncAdminCalls.close_project)
+    export_audit_entries = blocking(AsyncAdminCalls.export_audit_entries)
     list_projects = blocking(AsyncAdminCalls.list_projects)
     create_api_key = blocking(AsyncAdminCalls.create_api_key)
     rotate_api_key = blocking(AsyncAdminCalls.rotate_api_key)

@@ -1687,6 +1687,16 @@ class CreditBalance(Value):
     allow it."""
 
 
+@dataclass(frozen=True, slots=True)
+class AuditPage(Value):
+    """Audit entries, and the position after them."""
+
+    entries: tuple[AuditEntry, ...] = ()
+    """Oldest first. May be empty before the end while a change is under way: ask again."""
+    position: int = 0
+    """Where the next call continues: no entry appears before it any more."""
+
+
 class RequestPhase(StrEnum):
     """Phase of a request."""
 
