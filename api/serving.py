@@ -199,7 +199,8 @@ class Server:
         for pool in reversed(pools):
             self._opened.push_async_callback(pool.dispose)
         store, key_store, report_store, admin_store = pools
-        self.sessions, self.admin_sessions = create_sessions(store), create_sessions(admin_store)
+        self.sessions = create_sessions(store)
+        self.admin_sessions = create_sessions(admin_store, region=database.region)
         await warn_of_undurable_server(self.admin_sessions)
         self.reports = Reports(create_sessions(report_store), database.report_connections_max)
         spans = open_spans(self.process_id)
@@ -223,6 +224,7 @@ class Server:
             used=self.uses.note,
             proxies=Proxies(settings.access.proxy_networks()),
             pace=self.pace,
+            region=settings.models.region,
         )
 
     def _open_holds(self) -> HoldStore:

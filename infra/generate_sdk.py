@@ -169,6 +169,7 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "UpdateOrganization": "organization name",
         "SuspendOrganization": "organization reason",
         "ResumeOrganization": "organization",
+        "BindOrganization": "organization region",
         "ListOrganizations": "",
         "SetBillingProfile": "organization billing_profile:profile",
         "SetQueueWeight": "organization queue_weight_milli",

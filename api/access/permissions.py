@@ -39,6 +39,7 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
     "weir.v1.AdminService": (
         allowed("organizations.create", OPERATOR, "CreateOrganization"),
         allowed("organizations.suspend", OPERATOR, "SuspendOrganization", "ResumeOrganization"),
+        allowed("organizations.bind", OPERATOR, "BindOrganization"),
         allowed("organizations.rename", OWNERS, "UpdateOrganization"),
         allowed("organizations.read", MEMBERS, "ListOrganizations"),
         allowed("billing_profile.set", FINANCE, "SetBillingProfile"),

@@ -114,6 +114,17 @@ class TenantCalls(AuthenticatedServicer):
                 organization=await described(session, organization)
             )
 
+    async def BindOrganization(
+        self, request: pb.BindOrganizationRequest, context: Context
+    ) -> pb.BindOrganizationResponse:
+        async with self._transaction(context) as (session, actor):
+            if request.region:
+                self._router.check_region(request.region)
+            organization = await tenants.bind_organization(
+                session, organization=request.organization, region=request.region, actor=actor
+            )
+            return pb.BindOrganizationResponse(organization=await described(session, organization))
+
     async def UpdateProject(
         self, request: pb.UpdateProjectRequest, context: Context
     ) -> pb.UpdateProjectResponse:
@@ -311,9 +322,10 @@ class TenantCalls(AuthenticatedServicer):
 
 
 async def organizations(session: AsyncSession) -> pb.ListOrganizationsResponse:
-    """List all organizations, with their billing profiles and queue weights."""
+    """List all organizations, with their billing profiles, queue weights and regions."""
     profiles, weights = await billing_profiles(session), await queue_weights(session)
     suspended = await suspensions.suspensions_of_organizations(session)
+    bound = await tenants.organization_regions(session)
     found = await tenants.list_organizations(session)
     return pb.ListOrganizationsResponse(
         organizations=[
@@ -322,6 +334,7 @@ async def organizations(session: AsyncSession) -> pb.ListOrganizationsResponse:
                 profiles.get(each.id),
                 weights.get(each.id, DEFAULT_MILLI),
                 suspended.get(each.id),
+                bound.get(each.id, ""),
             )
             for each in found
         ]
@@ -329,13 +342,14 @@ async def organizations(session: AsyncSession) -> pb.ListOrganizationsResponse:
 
 
 async def described(session: AsyncSession, organization: Organization) -> pb.Organization:
-    """Describe an organization, with its billing profile, queue weight and suspension."""
+    """Describe an organization, with its billing profile, queue weight, suspension and region."""
     suspended = await suspensions.suspensions_of_organizations(session, organization.id)
     return organization_message(
         organization,
         await billing_profile(session, organization.id),
         await queue_weight(session, organization.id),
         suspended.get(organization.id),
+        await tenants.region_of(session, organization.id),
     )
 
 
@@ -344,6 +358,7 @@ def organization_message(
     profile: BillingProfile | None,
     weight_milli: int,
     suspension: Suspension | None,
+    region: str,
 ) -> pb.Organization:
     return wire.message_of(
         pb.Organization,
@@ -352,6 +367,7 @@ def organization_message(
         billing_profile=profile,
         queue_weight_milli=weight_milli,
         suspension=suspension,
+        region=region,
     )
 
 

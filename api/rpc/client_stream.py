@@ -253,6 +253,7 @@ class ClientStream:
             principal.secret_hash,
             self._on_admitted,
             principal.models,
+            principal.region,
         )
         transport_s = held_s = self._lookup_s = 0.0
         if not index:

@@ -288,14 +288,22 @@ class Stoppable(Protocol):
 
 
 class Member:
-    """Backend of a set under a unique name. `region` is empty if regions do not matter."""
+    """Backend of a set under a unique name. `region` is empty if regions do not matter.
+
+    `known_region` is where the backend is for certain, empty if the fleet does not say: requests
+    that may not leave a region use it only there.
+    """
 
     work = "sequences"  # plural noun for operators
 
-    def __init__(self, name: str, backend: Backend, region: str = "") -> None:
+    def __init__(
+        self, name: str, backend: Backend, region: str = "", known_region: str | None = None
+    ) -> None:
+        """Create the member. `known_region` None is `region`."""
         self.name = name
         self.backend = backend
         self.region = region
+        self.known_region = region if known_region is None else known_region
         self.is_drained = False  # by a command of an operator
         self.is_left_out = False  # by a change of the fleet
         self.outstanding_token_count = 0
@@ -333,9 +341,15 @@ class Replica(Member):
     """Engine of a set, with a circuit breaker and the prefixes that were sent to it."""
 
     def __init__(
-        self, name: str, engine: Engine, region: str = "", breaker: BreakerLimits | None = None
+        self,
+        name: str,
+        engine: Engine,
+        region: str = "",
+        breaker: BreakerLimits | None = None,
+        *,
+        known_region: str | None = None,
     ) -> None:
-        super().__init__(name, engine, region)
+        super().__init__(name, engine, region, known_region)
         self.engine = engine
         self.stoppable = engine if isinstance(engine, Stoppable) else None
         self.breaker = CircuitBreaker(breaker or BreakerLimits())

@@ -100,7 +100,7 @@ WHERE created_at < clock_timestamp() - interval '{VISIBLE_AGE}'
 # are read repeatedly.
 SELECT_COMMANDS = f"""
 SELECT id, request_id, project_id, api_key_id, reason, changed_key_id, owner_id,
-       suspended_by_operator,
+       suspended_by_operator, bound_region,
        coalesce(allowed_networks, '{{}}'),
        coalesce(ended_secrets, '{{}}'),
        created_at < clock_timestamp() - interval '{VISIBLE_AGE}'

@@ -23,6 +23,7 @@ from metering.core.errors import KeyInvalid
 from metering.core.models import (
     ApiKey,
     Organization,
+    OrganizationRegion,
     Project,
     SupersededSecret,
     Suspension,
@@ -71,7 +72,8 @@ class Principal:
     `secret_lifetime_s` is the remaining validity of the secret, None if unlimited. `models` and
     `networks` are the allowed ones, empty for all. `bounds` limit the tokens of one request.
     `expires_at` is the key's, whichever secret is used. `address` is the client's, determined by
-    the listener; None if unknown. `secret_hash` is that of the secret used in this call; a rotated
+    the listener; None if unknown. `region` is the one that the organization is bound to, empty for
+    none. `secret_hash` is that of the secret used in this call; a rotated
     key has several. `terms` are those of the key; `scopes` (with the role, as `authority_of`
     returns them), `models`, `networks` and `bounds` have parts of them in the form that requests
     look up.
@@ -90,6 +92,7 @@ class Principal:
     terms: KeyTerms = DEFAULT_TERMS
     expires_at: datetime | None = None
     suspended: Suspended | None = None
+    region: str = ""
     address: Address | None = field(default=None, compare=False)
     secret_hash: bytes = field(default=b"", compare=False, repr=False)
 
@@ -157,6 +160,7 @@ def select_principal() -> Select[Any]:
             ApiKey.expires_at,
             Project.organization_id,
             Organization.currency_code,
+            OrganizationRegion.region,
             cast(func.extract("epoch", ends_at - func.now()), Double).label("secret_lifetime_s"),
             *(getattr(ApiKey, each.name) for each in fields(KeyTerms)),
             suspension.project_id.is_(None).label("of_organization"),
@@ -165,6 +169,7 @@ def select_principal() -> Select[Any]:
         )
         .join(Project, Project.id == ApiKey.project_id)
         .join(Organization, Organization.id == Project.organization_id)
+        .outerjoin(OrganizationRegion, OrganizationRegion.organization_id == Organization.id)
         .outerjoin(suspension, suspension.id == of_owner.scalar_subquery())
         .outerjoin(replaced, replaced.c.api_key_id == ApiKey.id)
         .where(

@@ -570,6 +570,27 @@ async def test_a_request_goes_to_the_first_region_that_takes_it() -> None:
     assert await placed("eu") == "r3", "what is nowhere in particular is everywhere"
 
 
+async def test_a_bound_request_uses_only_replicas_known_to_be_in_its_region() -> None:
+    """Not those whose region is only assumed, and not after a loss either."""
+    replica_set, puppets, _ = make_set(4, regions=["eu", "eu", "us", ""], policy=RoundRobin())
+    replica_set.replicas[1].known_region = ""  # the fleet does not say
+    bound = replace(prompted(1), regions=("eu",), is_bound=True)
+
+    async with contextlib.AsyncExitStack() as stack:
+        assert {await place(replica_set, stack, bound) for _ in range(4)} == {"r0"}
+    assert replica_set.has_room(bound)
+    sequence = Followed(replica_set, bound)
+    puppets[0].lose()
+    assert not replica_set.has_room(bound)
+    with pytest.raises(EngineUnavailable, match="the first is restarting"):
+        replica_set.submit(bound, lambda _: None)
+    sequence.sequence.cancel()
+    elsewhere = replace(bound, regions=("mars",))
+    with pytest.raises(EngineUnavailable, match="is known to be in 'mars'"):
+        replica_set.submit(elsewhere, lambda _: None)
+    assert not any(each.requests for each in puppets[1:])
+
+
 async def test_a_set_is_started_as_soon_as_one_replica_is() -> None:
     replica_set, puppets, _ = make_set(3, warm_count=2)
     for puppet in puppets:

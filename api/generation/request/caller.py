@@ -21,7 +21,7 @@ class Caller:
     the token limits per request of the key. `address` is None if it is unknown. `trace` is the
     trace that the request belongs to, `secret_hash` the hash of the secret that was sent.
     `on_admitted` is called once the request is admitted. `models` are those that the key may use;
-    empty for all.
+    empty for all. `region` is the one that the organization is bound to; empty for none.
     """
 
     payer: Payer
@@ -35,6 +35,7 @@ class Caller:
     secret_hash: bytes = field(default=b"", repr=False)
     on_admitted: Callable[[], None] = lambda: None
     models: frozenset[str] = frozenset()
+    region: str = ""
 
     def may_use(self, model: str) -> bool:
         """Return True if the key may use the model."""
@@ -62,4 +63,5 @@ class Caller:
             secret_hash=principal.secret_hash,
             on_admitted=(lambda: None) if call is None else call.on_admitted,
             models=principal.models,
+            region=principal.region,
         )

@@ -68,6 +68,11 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationResponse.FromString,
                 _registered_method=True)
+        self.BindOrganization = channel.unary_unary(
+                '/weir.v1.AdminService/BindOrganization',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.BindOrganizationRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.BindOrganizationResponse.FromString,
+                _registered_method=True)
         self.ListOrganizations = channel.unary_unary(
                 '/weir.v1.AdminService/ListOrganizations',
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.ListOrganizationsRequest.SerializeToString,
@@ -336,6 +341,16 @@ class AdminServiceServicer:
 
     def ResumeOrganization(self, request, context):
         """Ends the suspension of an organization. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BindOrganization(self, request, context):
+        """Binds an organization to a region of the fleet, or to none. Servers elsewhere refuse the calls
+        of its keys as PERMISSION_DENIED with the reason BOUND_TO_REGION, and its requests run only on
+        engines that are known to be there. Its running requests end in every process with that reason
+        and their final usage; after an unbinding they go on. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -702,6 +717,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationResponse.SerializeToString,
             ),
+            'BindOrganization': grpc.unary_unary_rpc_method_handler(
+                    servicer.BindOrganization,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.BindOrganizationRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.BindOrganizationResponse.SerializeToString,
+            ),
             'ListOrganizations': grpc.unary_unary_rpc_method_handler(
                     servicer.ListOrganizations,
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.ListOrganizationsRequest.FromString,
@@ -1048,6 +1068,33 @@ class AdminService:
             '/weir.v1.AdminService/ResumeOrganization',
             weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationRequest.SerializeToString,
             weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BindOrganization(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/BindOrganization',
+            weir_dot_v1_dot_admin__service__pb2.BindOrganizationRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.BindOrganizationResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1177,6 +1177,8 @@ export interface Organization {
   readonly queueWeightMilli: number;
   /** Why its requests are refused. Unset: they are not. */
   readonly suspension: Suspension | undefined;
+  /** The region that its requests do not leave. Empty: it is bound to none. */
+  readonly region: string;
 }
 
 /** A subdivision of an organization, with its own keys. */

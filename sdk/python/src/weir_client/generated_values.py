@@ -1267,6 +1267,8 @@ class Organization(Value):
     the service. 1000 if it was never set."""
     suspension: Suspension | None = None
     """Why its requests are refused. Unset: they are not."""
+    region: str = ""
+    """The region that its requests do not leave. Empty: it is bound to none."""
 
 
 @dataclass(frozen=True, slots=True)
