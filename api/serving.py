@@ -61,11 +61,12 @@ from api.server import Servicers, build_keda_server, build_peer_server, build_se
 from common.incidents import IncidentTaskGroup, Retries, sole_cause
 from common.settings import SettingInvalid
 from inference.errors import CheckpointInvalid
+from inference.routing.shared_prefixes import SharedPrefixes
 from inference.safety.classifiers import ClassifierProcess
 from inference.safety.safety import SafetyRulesInvalid
 from inference.safety.safety_file import Safety, read_safety
 from inference.workers.process import SpareWorkers
-from metering.control.control_channel import ControlChannel
+from metering.control.control_channel import FAILURES, PREFIXES, ControlChannel
 from metering.control.fleet_versions import read_newest
 from metering.control.live import model_load
 from metering.core.errors import DatabaseUnavailable, InvalidValue
@@ -345,7 +346,10 @@ class Server:
         def noting(certificates: Sequence[str]) -> None:
             accepted.replace(certificates)
             self.exchange.note_processes(len(certificates))
+            prefixes.process_count = len(certificates)
 
+        failures = SharedFailures(self.authenticator.throttle, self.process_id)
+        prefixes = SharedPrefixes(registry.router, self.process_id)
         channel = ControlChannel(
             self.settings.database.url,
             self.process_id,
@@ -356,7 +360,7 @@ class Server:
             report=lambda: control.report(registry),
             drain=lambda commands: control.apply_drains(registry, commands),
             report_replicas=lambda: control.report_replicas(registry),
-            broadcaster=SharedFailures(self.authenticator.throttle, self.process_id),
+            broadcasters={FAILURES: failures, PREFIXES: prefixes},
         )
         channel.fleet = self.fleet
         channel.launches_changed = self.launching.wake

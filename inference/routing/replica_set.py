@@ -434,7 +434,7 @@ class RoutedSequence:
         if work.keys:
             replica.refresh()
             self._found = replica.prefixes.find(work.keys)
-            replica.prefixes.sent(work.keys)
+            replica.prefixes.sent(work.keys, is_private=request.is_bound)
             self._charged -= self._found.token_count
         replica.live_sequence_count += 1
         replica.outstanding_token_count += self._charged
