@@ -83,7 +83,7 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "benchmarks": (("bench/",), 11_392),
     "demo": (("demo/",), 4_524),
     "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_725),
-    "tests": (("tests/",), 131_940),
+    "tests": (("tests/",), 132_010),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")

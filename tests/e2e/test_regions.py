@@ -27,6 +27,7 @@ from weir.v1 import types_pb2
 
 from api.core.settings import bundled_models
 from tests.calls import calls
+from tests.conftest import as_application
 from tests.e2e.conftest import Serve
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.otlp_receiver import Receiver, receiving
@@ -170,7 +171,8 @@ def regions(
     """Yield a process in eu and one in us, each with its own engine."""
     file = tmp_path_factory.mktemp("fleet") / "fleet.yaml"
     file.write_text(FLEET.format(model=MODEL, directory=slow_model))
-    wires = {name: Wire(host, module_database) for name, host in ADDRESSES.items()}
+    url = as_application(module_database)
+    wires = {name: Wire(host, url) for name, host in ADDRESSES.items()}
     services, spans = {}, {}
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         for name, host in ADDRESSES.items():
