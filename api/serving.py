@@ -73,11 +73,12 @@ from api.server import Servicers, build_keda_server, build_peer_server, build_se
 from common.incidents import IncidentTaskGroup, Retries, sole_cause
 from common.settings import SettingInvalid
 from inference.errors import CheckpointInvalid
+from inference.routing.shared_prefixes import SharedPrefixes
 from inference.safety.classifiers import ClassifierProcess
 from inference.safety.safety import SafetyRulesInvalid
 from inference.safety.safety_file import Safety, read_safety
 from inference.workers.process import SpareWorkers
-from metering.control.control_channel import ControlChannel
+from metering.control.control_channel import FAILURES, PREFIXES, ControlChannel
 from metering.control.fleet_versions import read_newest
 from metering.control.live import model_load
 from metering.core.errors import DatabaseUnavailable, InvalidValue
@@ -214,7 +215,8 @@ class Server:
         for pool in reversed(pools):
             self._opened.push_async_callback(pool.dispose)
         store, key_store, report_store, admin_store = pools
-        self.sessions, self.admin_sessions = create_sessions(store), create_sessions(admin_store)
+        self.sessions = create_sessions(store)
+        self.admin_sessions = create_sessions(admin_store, region=database.region)
         await warn_of_undurable_server(self.admin_sessions)
         self.reports = Reports(create_sessions(report_store), database.report_connections_max)
         spans = open_spans(self.process_id)
@@ -241,6 +243,7 @@ class Server:
             proxies=Proxies(settings.access.proxy_networks()),
             pace=self.pace,
             tokens=TokenCallers(TokenVerifier(self.issuer_keys)),
+            region=settings.models.region,
         )
 
     def _open_holds(self) -> HoldStore:
@@ -362,7 +365,10 @@ class Server:
         def noting(certificates: Sequence[str]) -> None:
             accepted.replace(certificates)
             self.exchange.note_processes(len(certificates))
+            prefixes.process_count = len(certificates)
 
+        failures = SharedFailures(self.authenticator.throttle, self.process_id)
+        prefixes = SharedPrefixes(registry.router, self.process_id)
         channel = ControlChannel(
             self.settings.database.url,
             self.process_id,
@@ -373,7 +379,7 @@ class Server:
             report=lambda: control.report(registry),
             drain=lambda commands: control.apply_drains(registry, commands),
             report_replicas=lambda: control.report_replicas(registry),
-            broadcaster=SharedFailures(self.authenticator.throttle, self.process_id),
+            broadcasters={FAILURES: failures, PREFIXES: prefixes},
         )
         channel.fleet = self.fleet
         channel.launches_changed = self.launching.wake

@@ -318,12 +318,13 @@ class EmbeddingRequest:
     """Texts to embed, as token ids including special tokens.
 
     The queue is ordered by `rank`, lowest first, then by arrival. `on_begin` is called once, when
-    the first text starts.
+    the first text starts. With `bound_region`, encoder sets use only replicas known to be there.
     """
 
     inputs: tuple[tuple[int, ...], ...]
     rank: float = 0.0
     on_begin: Callable[[], None] = lambda: None
+    bound_region: str = ""
 
 
 @dataclass(frozen=True, slots=True)

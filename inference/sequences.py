@@ -181,12 +181,12 @@ class GenerationRequest:
     `ModelInfo.continues_output` and excludes a response format, beam search and several choices.
 
     `regions` lists where the request may run, preferred first, empty for anywhere; only replica
-    sets use it. `adapter` is one of `ModelInfo.adapters`, empty for the base model. With
-    `splits_reasoning`, thinking is separated from the answer if the model marks it; stop sequences
-    and stop token ids then act on the answer only. `thinking` says where the model's thinking
-    begins; a response format applies to the answer after it. `marked_functions` are the functions
-    whose calls are marked in the text if only token ids distinguish them from it, see
-    `CallFormat.HARMONY`.
+    sets use it. With `is_bound`, they use only replicas that are known to be there. `adapter` is
+    one of `ModelInfo.adapters`, empty for the base model. With `splits_reasoning`, thinking is
+    separated from the answer if the model marks it; stop sequences and stop token ids then act on
+    the answer only. `thinking` says where the model's thinking begins; a response format applies to
+    the answer after it. `marked_functions` are the functions whose calls are marked in the text if
+    only token ids distinguish them from it, see `CallFormat.HARMONY`.
 
     With `is_whole`, the caller uses the output only when it is complete, so an engine may report
     `Scheduled` when it sends the sequence to its server, and all tokens in one event at the end.
@@ -207,6 +207,7 @@ class GenerationRequest:
     thinking: ThinkingStart = ThinkingStart.NONE
     marked_functions: tuple[str, ...] = ()
     is_whole: bool = False
+    is_bound: bool = False
 
     @property
     def may_be_continued(self) -> bool:

@@ -158,6 +158,7 @@ def examples() -> tuple[Exception, ...]:
         errors.RoleExceeded("wk_xxtklc5q", "the permission month.close"),
         errors.OrganizationSuspended("the invoices of May and June are unpaid"),
         errors.ProjectSuspended("its key was found in a public repository", by_operator=False),
+        errors.BoundToRegion("eu", "us"),
         errors.ModelNotAllowed("wk_xxtklc5q", "large"),
         errors.InvalidRequest([INVALID]),
         errors.KeepTooLong(7200, 3600),

@@ -179,6 +179,7 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "SuspendOrganization": "organization reason",
         "ResumeOrganization": "organization",
         "CloseOrganization": "organization",
+        "BindOrganization": "organization region",
         "ListOrganizations": "",
         "SetBillingProfile": "organization billing_profile:profile",
         "SetQueueWeight": "organization queue_weight_milli",

@@ -24,6 +24,7 @@ from api.core.addresses import FORWARDED_FOR, Origin, Proxies, address_of
 from api.core.errors import (
     AddressNotAllowed,
     AuthenticationThrottled,
+    BoundToRegion,
     IssuerUnavailable,
     KeyRevokedMidway,
     ModelNotAllowed,
@@ -166,9 +167,30 @@ class SuspensionChange:
         return suspension_error(Suspended(is_of_organization, self.reason, self.by_operator))
 
 
+@dataclass(frozen=True, slots=True)
+class BindingChange:
+    """Binding of an organization to a region, or to none if it is empty.
+
+    `server_region` is that of this process.
+    """
+
+    owner_id: uuid.UUID
+    region: str
+    server_region: str
+
+    def refusal_of(self, payer: Payer) -> BoundToRegion | None:
+        """Return the error for calls of this payer; None if this process may serve them."""
+        if self.owner_id != payer.organization_id or self.region in ("", self.server_region):
+            return None
+        return BoundToRegion(self.region, self.server_region)
+
+
+OwnerChange = SuspensionChange | BindingChange
+
+
 class KeyChanges:
     """Log of the API keys that have changed, and of the organizations and projects whose
-    suspensions have. `count` is the number of changes so far.
+    suspensions or regions have. `count` is the number of changes so far.
     """
 
     def __init__(self) -> None:
@@ -215,6 +237,7 @@ class Authenticator:
         proxies: Proxies = NO_PROXIES,
         pace: RateLimiter | None = None,
         tokens: TokenCallers | None = None,
+        region: str = "",
     ) -> None:
         """`grace_s` is how many seconds a key stays valid after its last check while the database
         is unavailable. `failures_per_minute` limits the failed attempts per address; 0 means no
@@ -222,7 +245,8 @@ class Authenticator:
 
         `used` is called with the id of a key each time the key is accepted. `proxies` are the
         trusted proxies. `pace` limits the calls of each key; with None, calls never wait. `tokens`
-        verifies tokens of issuers; with None, it cannot read the keys of any.
+        verifies tokens of issuers; with None, it cannot read the keys of any. `region` is that of
+        this process, empty for none.
         """
         self._sessions = sessions
         self._answer_wait_s = answer_wait_s
@@ -231,6 +255,7 @@ class Authenticator:
         self.proxies = proxies
         self._pace = pace
         self._tokens = tokens or TokenCallers(TokenVerifier(IssuerKeys()))
+        self.region = region
         # Keys of open streams, and of HTTP requests whose body is awaited
         self.stream_keys = StreamKeys()
         self.throttle = Throttle(failures_per_minute)
@@ -295,7 +320,7 @@ class Authenticator:
         that it corresponds to, and as `call` its own, below `/v1/`. `age_max_s` allows a remembered
         result of at most this age, unless the key is known to have changed. Raises: KeyInvalid for
         an unknown, expired or revoked key, TokenInvalid, IssuerUnavailable, PermissionDenied,
-        OrganizationSuspended and ProjectSuspended for a call of models, DatabaseUnavailable,
+        BoundToRegion, OrganizationSuspended and ProjectSuspended for a call of models, DatabaseUnavailable,
         AuthenticationThrottled, TooManyCalls.
         """
         principal = await self._permitted(
@@ -346,6 +371,10 @@ class Authenticator:
         if not allows(principal.networks, origin.address):
             raise AddressNotAllowed(origin.address)
         self._used(principal.api_key_id)
+        if principal.region not in ("", self.region) and (
+            roles == MODELS or OPERATOR.isdisjoint(principal.scopes)
+        ):
+            raise BoundToRegion(principal.region, self.region)
         if principal.scopes.isdisjoint(roles):
             refuse(principal, method)
         if principal.suspended is not None and roles == MODELS:
@@ -376,13 +405,13 @@ class Authenticator:
         self._changes.note(api_key_id)
         self.stream_keys.changed(api_key_id, networks, ended_secrets, is_revoked=is_revoked)
 
-    def suspension_changed(self, change: SuspensionChange) -> None:
+    def owner_changed(self, change: OwnerChange) -> None:
         """Discard what is remembered of all keys of an organization or project, as `changed` does.
 
-        Their open streams receive nothing more if it was suspended.
+        Their open streams receive nothing more if the change refuses their calls.
         """
         self._changes.note(change.owner_id)
-        self.stream_keys.suspension_changed(change)
+        self.stream_keys.owner_changed(change)
 
     def _check_of(self, secret: str) -> Callable[[], Awaitable[Principal]]:
         """Return the check of a secret or token: its form alone says which one it is."""
@@ -563,8 +592,8 @@ class StreamKey:
             self._refusal = AddressNotAllowed(principal.address)
             self.on_excluded(self._refusal)
 
-    def suspension_changed(self, change: SuspensionChange) -> None:
-        """Record that its organization or project was suspended or resumed."""
+    def owner_changed(self, change: OwnerChange) -> None:
+        """Record that its organization or project was suspended or resumed, or is bound anew."""
         self._is_stale = True
         if (refusal := change.refusal_of(self.payer)) is not None:
             self._refusal = refusal
@@ -624,8 +653,8 @@ class StreamKeys:
         for key in tuple(self._open.get(api_key_id, ())):
             key.change(networks, ended_secrets, is_revoked=is_revoked)
 
-    def suspension_changed(self, change: SuspensionChange) -> None:
+    def owner_changed(self, change: OwnerChange) -> None:
         """Notify every stream and waiting HTTP request of an organization or project."""
         for key in tuple(itertools.chain.from_iterable(self._open.values())):
             if change.owner_id in (key.payer.organization_id, key.payer.project_id):
-                key.suspension_changed(change)
+                key.owner_changed(change)

@@ -43,6 +43,7 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
         allowed("organizations.create", OPERATOR, "CreateOrganization"),
         allowed("organizations.suspend", OPERATOR, "SuspendOrganization", "ResumeOrganization"),
         allowed("organizations.close", OPERATOR, "CloseOrganization"),
+        allowed("organizations.bind", OPERATOR, "BindOrganization"),
         allowed("organizations.rename", OWNERS, "UpdateOrganization"),
         allowed("organizations.read", MEMBERS, "ListOrganizations"),
         allowed("billing_profile.set", FINANCE, "SetBillingProfile"),

@@ -84,6 +84,7 @@ class ConfigurationCalls(AuthenticatedServicer):
                 own_key_id=acting.principal.api_key_id,
                 own_address=acting.principal.address,
                 models=[model.name for model in self._router.models()],
+                regions=self._router.regions(),
                 check_profile=partial(check_shown, issuer=self._issuer),
                 dry_run=request.dry_run or bool(parsing.violations),
             )
@@ -156,6 +157,7 @@ class Parsing:
             ),
             message.prune_resale_prices,
             wire.given(message, "queue_weight_milli"),
+            wire.given(message, "region"),
         )
 
     def project(self, path: str, message: configuration_pb2.ProjectConfiguration) -> ProjectSpec:

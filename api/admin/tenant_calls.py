@@ -175,6 +175,17 @@ class TenantCalls(AuthenticatedServicer):
                 effects=wire.message_of(closures_pb2.ClosureEffects, effects),
             )
 
+    async def BindOrganization(
+        self, request: pb.BindOrganizationRequest, context: Context
+    ) -> pb.BindOrganizationResponse:
+        async with self._transaction(context) as (session, actor):
+            if request.region:
+                self._router.check_region(request.region)
+            organization = await tenants.bind_organization(
+                session, organization=request.organization, region=request.region, actor=actor
+            )
+            return pb.BindOrganizationResponse(organization=await described(session, organization))
+
     async def UpdateProject(
         self, request: pb.UpdateProjectRequest, context: Context
     ) -> pb.UpdateProjectResponse:
@@ -372,10 +383,11 @@ class TenantCalls(AuthenticatedServicer):
 
 
 async def organizations(session: AsyncSession) -> pb.ListOrganizationsResponse:
-    """List all organizations, with their billing profiles and queue weights."""
+    """List all organizations, with their billing profiles, queue weights and regions."""
     profiles, weights = await billing_profiles(session), await queue_weights(session)
     suspended = await suspensions.suspensions_of_organizations(session)
     closed = await closures.closures_of(session, suspended.values())
+    bound = await tenants.organization_regions(session)
     found = await tenants.list_organizations(session)
     return pb.ListOrganizationsResponse(
         organizations=[
@@ -385,6 +397,7 @@ async def organizations(session: AsyncSession) -> pb.ListOrganizationsResponse:
                 weights.get(each.id, DEFAULT_MILLI),
                 suspended.get(each.id),
                 closed.get(each.id),
+                bound.get(each.id, ""),
             )
             for each in found
         ]
@@ -392,7 +405,7 @@ async def organizations(session: AsyncSession) -> pb.ListOrganizationsResponse:
 
 
 async def described(session: AsyncSession, organization: Organization) -> pb.Organization:
-    """Describe an organization, with its billing profile, queue weight and suspension."""
+    """Describe an organization, with its billing profile, queue weight, suspension and region."""
     suspended = await suspensions.suspensions_of_organizations(session, organization.id)
     closed = await closures.closures_of(session, suspended.values())
     return organization_message(
@@ -401,6 +414,7 @@ async def described(session: AsyncSession, organization: Organization) -> pb.Org
         await queue_weight(session, organization.id),
         suspended.get(organization.id),
         closed.get(organization.id),
+        await tenants.region_of(session, organization.id),
     )
 
 
@@ -410,6 +424,7 @@ def organization_message(
     weight_milli: int,
     suspension: Suspension | None,
     closure: closures.Closure | None,
+    region: str,
 ) -> pb.Organization:
     return wire.message_of(
         pb.Organization,
@@ -419,6 +434,7 @@ def organization_message(
         queue_weight_milli=weight_milli,
         suspension=suspension if closure is None else None,
         closure=closure,
+        region=region,
     )
 
 

@@ -141,6 +141,27 @@ class ProjectSuspended(PermissionDenied):
         super().__init__(f"Your project is suspended: {suspension}. {who}", suspension=suspension)
 
 
+class BoundToRegion(PermissionDenied):
+    """The organization is bound to a region, and this server is in another one, or in none.
+
+    region: the one that the organization is bound to. server_region: that of this server, empty for
+    none.
+    """
+
+    reason = "BOUND_TO_REGION"
+
+    def __init__(self, region: str, server_region: str) -> None:
+        where = f"in {server_region!r}" if server_region else "in no region"
+        if region == server_region:
+            where = f"{where}, but took your request before that"
+        super().__init__(
+            f"Your organization is bound to the region {region!r}, and this server is {where}. Send"
+            f" your request to a server in {region!r}.",
+            region=region,
+            server_region=server_region,
+        )
+
+
 class ModelNotAllowed(ApiError):
     """The API key may not use this model. `ListModels` lists the models that it may use."""
 

@@ -64,6 +64,7 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
         errors.PermissionDenied,
         errors.OrganizationSuspended,
         errors.ProjectSuspended,
+        errors.BoundToRegion,
         errors.ModelNotAllowed,
         errors.RoleExceeded,
     ),

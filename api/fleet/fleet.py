@@ -680,7 +680,12 @@ def fleet_of_file(settings: Settings) -> Fleet:
 
 def check_region(settings: Settings, fleet: Fleet) -> None:
     """Check that the fleet has the region of this process. Raises: SettingInvalid."""
-    region = settings.models.region
+    region, of_database = settings.models.region, settings.database.region
+    if of_database not in ("", region):
+        raise SettingInvalid(
+            f"WEIR_DATABASE_REGION={of_database!r}: all processes of such a database are in its"
+            f" region: set WEIR_REGION={of_database}, or leave it out"
+        )
     if region and region not in fleet.regions:
         known = ", ".join(fleet.regions) or "none"
         raise SettingInvalid(
@@ -903,7 +908,10 @@ class FleetBuilder:
             elif terms.launched is not None:
                 _, engine = terms.launched.members[location]
                 region = version.region or self._settings.models.region
-                members[location] = Replica(f"{served}#{location}", engine, region)
+                # A server that a launcher starts elsewhere is where the version says.
+                known = region if terms.launched.is_local else version.region
+                name = f"{served}#{location}"
+                members[location] = Replica(name, engine, region, known_region=known)
             else:
                 build_local = build_local or self._local(version, served)
                 members[location] = build_local(location)
@@ -988,13 +996,13 @@ class FleetBuilder:
                 )
             from inference.adapters.remote_encoder import RemoteEncoder
 
-            return EncoderReplica(name, RemoteEncoder(options))
+            return EncoderReplica(name, RemoteEncoder(options), target.region)
         from inference.adapters.remote_engine import RemoteEngine
 
         if version.share_prefixes:
             options = replace(options, share_prefixes=True)
         region = target.region or settings.models.region
-        return Replica(name, RemoteEngine(options), region)
+        return Replica(name, RemoteEngine(options), region, known_region=target.region)
 
     def _local(
         self, version: FleetVersion, served: str
@@ -1013,7 +1021,7 @@ class FleetBuilder:
                 needs = Needs(memory_bytes, replica=self._directory.private(name))
                 terms = self._terms(version, index, needs)
                 managed = ManagedEncoder(build_encoder, terms, self.budget)
-                return EncoderReplica(name, managed)
+                return EncoderReplica(name, managed, version.region or settings.models.region)
 
             return encoder
         plan = engine_plan(
@@ -1023,7 +1031,8 @@ class FleetBuilder:
 
         def engine(index: int) -> Replica:
             environment: dict[str, str] = {}  # of the replica's worker, set before each start
-            shared = self._directory.replica(f"{served}#{index}", plan.settings)
+            region = version.region or settings.models.region
+            shared = self._directory.replica(f"{served}#{index}", plan.settings, region)
             terms = self._terms(version, index, replace(needs, replica=shared))
             if plan.shard_count:
                 gpu_bytes = terms.needs.memory_bytes // plan.shard_count
@@ -1031,7 +1040,6 @@ class FleetBuilder:
             terms = replace(terms, place=partial(assign_gpus, environment))
             build = partial(plan.build, environment, shared.opener)
             managed = ManagedEngine(build, terms, self.budget)
-            region = version.region or settings.models.region
             return Replica(f"{served}#{index}", managed, region)
 
         return engine

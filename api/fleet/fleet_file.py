@@ -420,12 +420,6 @@ class FleetReader(ValueReader):
                 " or `engine: torch`"
             )
             self.refuse(keys, location, ["gpus"], reason)
-        if engine in ENCODERS and ("region" in keys or any(each.region for each in targets)):
-            self.wrong(
-                node,
-                f"{location}.region",
-                "is for models that generate: requests that embed name no region",
-            )
         return FleetVersion(
             version=version,
             engine=engine,

@@ -208,6 +208,12 @@ WAYS: tuple[Way, ...] = (
         errors=(errors.OrganizationSuspended, errors.ProjectSuspended),
     ),
     Way(
+        "Organization bound to a region",
+        C.OPERATOR,
+        "BOUND_TO_REGION",
+        errors=(errors.BoundToRegion,),
+    ),
+    Way(
         "Network or permission removed from the key",
         C.OPERATOR,
         "ADDRESS_NOT_ALLOWED, PERMISSION_DENIED",

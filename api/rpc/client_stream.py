@@ -254,6 +254,7 @@ class ClientStream:
             self._on_admitted,
             principal.models,
             principal.token,
+            principal.region,
         )
         transport_s = held_s = self._lookup_s = 0.0
         if not index:

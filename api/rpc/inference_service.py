@@ -198,6 +198,9 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         wrong = Violations()
         wire.check_usage_subjects(request, wrong)
         wrong.raise_if_any()
+        self._registry.check_kept(
+            principal.region, end_user=request.end_user, labels=request.labels
+        )
         scopes = (principal.organization_id, principal.project_id)
         subject_ids = (*scopes, principal.api_key_id)
         async with self._sessions() as session:
@@ -261,6 +264,9 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 f"Your API key is limited to {', '.join(sorted(principal.models))} and sees only"
                 " its own usage. Ask without `project`, or use a key without such a limit."
             )
+        self._registry.check_kept(
+            principal.region, end_user=request.end_user, labels=request.labels
+        )
         groups = Groups(groupings(request.group_by), request.label_key)
         async with self._reports.reading(principal) as session:
             today = utc_date(await database_now(session))

@@ -40,8 +40,8 @@ class EncoderReplica(Member):
 
     work = "calls"
 
-    def __init__(self, name: str, encoder: Encoder) -> None:
-        super().__init__(name, encoder)
+    def __init__(self, name: str, encoder: Encoder, known_region: str = "") -> None:
+        super().__init__(name, encoder, known_region)
         self.encoder = encoder
 
     @contextlib.contextmanager
@@ -106,7 +106,8 @@ class EncoderSet(Replicas[EncoderReplica]):
 
         once, loss_count = replace(request, on_begin=begin), 0
         refusal: EngineError | None = None
-        for replica in sorted(self._replicas, key=lambda each: each.outstanding_token_count):
+        allowed = self._allowed(request.bound_region)
+        for replica in sorted(allowed, key=lambda each: each.outstanding_token_count):
             if not replica.takes(self.clock()):
                 continue
             try:
@@ -129,7 +130,20 @@ class EncoderSet(Replicas[EncoderReplica]):
             )
         if refusal is not None:
             raise refusal
-        raise unavailable(self._conditions(self._replicas), len(self._replicas))
+        raise unavailable(self._conditions(allowed), len(self._replicas))
+
+    def _allowed(self, bound_region: str) -> Sequence[EncoderReplica]:
+        """List the replicas for calls that may not leave a region. Raises: EngineUnavailable."""
+        if not bound_region:
+            return self._replicas
+        found = [each for each in self._replicas if each.known_region == bound_region]
+        if not found:
+            raise EngineUnavailable(
+                f"no replica of {self._model.name} is known to be in {bound_region!r}, where your"
+                " texts have to stay: ask the operator for one, whose target names its region",
+                0.0,
+            )
+        return found
 
     def statistics(self) -> EngineStatistics:
         """Implement `Backend.statistics` by sums; steps are averaged."""

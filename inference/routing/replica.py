@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -27,6 +27,7 @@ from inference.errors import EngineError, EngineUnavailable
 from inference.kv_blocks import KV_BLOCK_TOKENS, block_hashes
 
 BLOCK_COUNT_MAX = 65_536  # for engines that do not report a number: a million tokens, 10 MB here
+UNSHARED_MAX = 4096  # blocks that wait for a broadcast: seven seconds of full ones
 # Largest block of engines; a reported prefix may be shorter by this much.
 ENGINE_BLOCK_TOKENS_MAX = 128
 UNUSED_POLL_S = 0.1  # seconds between checks of whether a replica that was left out has work
@@ -172,13 +173,17 @@ NOTHING_FOUND = Found(0, ())
 
 
 class SentPrefixes:
-    """Prompt blocks that were sent to one replica. Each use has a number, in order."""
+    """Prompt blocks that were sent to one replica. Each use has a number, in order.
+
+    `unshared` are blocks that other processes do not know of; the oldest of too many are dropped.
+    """
 
     def __init__(self, block_count_max: int = BLOCK_COUNT_MAX) -> None:
         self.block_count_max = block_count_max
         self._uses: OrderedDict[int, int] = OrderedDict()  # least recently used first
         self._computed: set[int] = set()
         self._use = 0
+        self.unshared: deque[int] = deque(maxlen=UNSHARED_MAX)
 
     def __len__(self) -> int:
         return len(self._uses)
@@ -195,9 +200,20 @@ class SentPrefixes:
             count += 1
         return Found(count, tuple(computed))
 
-    def sent(self, keys: Keys) -> None:
-        """Add the blocks of a prompt when it is sent, so that prompts that share them follow it."""
-        self._touch(keys)
+    def sent(self, keys: Keys, *, is_private: bool = False) -> None:
+        """Add the blocks of a prompt when it is sent, so that prompts that share them follow it.
+
+        Other processes never learn of those that are private.
+        """
+        self._touch(keys, None if is_private else self.unshared)
+        self._forget_surplus()
+
+    def sent_elsewhere(self, keys: Keys) -> None:
+        """Add blocks that another process has sent, those that are evicted first before others."""
+        self._touch(keys[::-1], None)
+        self._forget_surplus()
+
+    def _forget_surplus(self) -> None:
         while len(self._uses) > self.block_count_max:
             key, _ = self._uses.popitem(last=False)
             self._computed.discard(key)
@@ -224,10 +240,13 @@ class SentPrefixes:
         """Forget all blocks, because the engine has lost its cache."""
         self._uses.clear()
         self._computed.clear()
+        self.unshared.clear()
 
-    def _touch(self, keys: Keys) -> None:
+    def _touch(self, keys: Keys, unshared: deque[int] | None) -> None:
         # The tail first, as engines evict it, so that a shared prefix is forgotten last.
         for key in reversed(keys):
+            if unshared is not None and key not in self._uses:
+                unshared.append(key)
             self._use += 1
             self._uses[key] = self._use
             self._uses.move_to_end(key)
@@ -288,14 +307,22 @@ class Stoppable(Protocol):
 
 
 class Member:
-    """Backend of a set under a unique name. `region` is empty if regions do not matter."""
+    """Backend of a set under a unique name. `region` is empty if regions do not matter.
+
+    `known_region` is where the backend is for certain, empty if the fleet does not say: requests
+    that may not leave a region use it only there.
+    """
 
     work = "sequences"  # plural noun for operators
 
-    def __init__(self, name: str, backend: Backend, region: str = "") -> None:
+    def __init__(
+        self, name: str, backend: Backend, region: str = "", known_region: str | None = None
+    ) -> None:
+        """Create the member. `known_region` None is `region`."""
         self.name = name
         self.backend = backend
         self.region = region
+        self.known_region = region if known_region is None else known_region
         self.is_drained = False  # by a command of an operator
         self.is_left_out = False  # by a change of the fleet
         self.outstanding_token_count = 0
@@ -333,9 +360,15 @@ class Replica(Member):
     """Engine of a set, with a circuit breaker and the prefixes that were sent to it."""
 
     def __init__(
-        self, name: str, engine: Engine, region: str = "", breaker: BreakerLimits | None = None
+        self,
+        name: str,
+        engine: Engine,
+        region: str = "",
+        breaker: BreakerLimits | None = None,
+        *,
+        known_region: str | None = None,
     ) -> None:
-        super().__init__(name, engine, region)
+        super().__init__(name, engine, region, known_region)
         self.engine = engine
         self.stoppable = engine if isinstance(engine, Stoppable) else None
         self.breaker = CircuitBreaker(breaker or BreakerLimits())

@@ -287,6 +287,9 @@ class ReplicaSet(Replicas[Replica]):
         ]
         for is_avoided in (False, True):
             rest = [replica for replica in allowed if (replica in avoided) is is_avoided]
+            if request.is_bound:
+                yield [each for each in rest if each.known_region in request.regions]
+                continue
             if not request.regions:
                 yield rest
             for region in request.regions:
@@ -307,6 +310,14 @@ class ReplicaSet(Replicas[Replica]):
             )
             return EngineOverloaded(full, min(overloads))
         allowed = {replica for tier in self._tiers(request, ()) for replica in tier}
+        if not allowed and request.is_bound:
+            region = request.regions[0]
+            return EngineUnavailable(
+                f"no replica of {self._model.name} that can take this request is known to be in"
+                f" {region!r}, where it has to stay: ask the operator for one, whose target names"
+                " its region",
+                0.0,
+            )
         if not allowed:
             return EngineUnavailable(
                 f"no replica in {', '.join(request.regions) or 'this set'} can continue the"
@@ -423,7 +434,7 @@ class RoutedSequence:
         if work.keys:
             replica.refresh()
             self._found = replica.prefixes.find(work.keys)
-            replica.prefixes.sent(work.keys)
+            replica.prefixes.sent(work.keys, is_private=request.is_bound)
             self._charged -= self._found.token_count
         replica.live_sequence_count += 1
         replica.outstanding_token_count += self._charged

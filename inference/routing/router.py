@@ -79,8 +79,8 @@ class Route(msgspec.Struct, frozen=True):
     """Route of a request. `model` is the canonical name, by which the request is billed.
 
     `served` is the name that the engine serves. For `regions` and `adapter` see
-    `GenerationRequest`. `fallback` has the models to try, in order, if this one cannot take the
-    request.
+    `GenerationRequest`, and for `is_bound`. `fallback` has the models to try, in order, if this one
+    cannot take the request.
     """
 
     model: str
@@ -89,6 +89,7 @@ class Route(msgspec.Struct, frozen=True):
     regions: tuple[str, ...] = ()
     adapter: str = ""
     fallback: tuple[str, ...] = ()
+    is_bound: bool = False
 
     @property
     def backend(self) -> Backend:
@@ -138,7 +139,8 @@ class Router:
         self._encoders = dict(encoders or {})
         self._backends: dict[str, Backend] = {**self._engines, **self._encoders}
         self._catalog = catalog or Catalog.plain(tuple(self._backends))
-        self._routes: dict[tuple[str, str], Route] = {}  # by name and region, of unversioned models
+        # By name, region and binding, of unversioned models
+        self._routes: dict[tuple[str, str, str], Route] = {}
 
     def become(
         self, engines: Mapping[str, Engine], encoders: Mapping[str, Encoder], catalog: Catalog
@@ -159,34 +161,44 @@ class Router:
             self.find(model)
             raise ModelUnknown(model, (), self.canonical_name(model))
 
-    def route(self, model: str, request_id: object, region: str = "") -> Route:
+    def route(
+        self, model: str, request_id: object, region: str = "", bound_region: str = ""
+    ) -> Route:
         """Choose the route of a request. The same request id always gets the same version.
 
-        Raises ModelUnknown, ModelMismatch, or RequestImpossible if the region is unknown.
+        With `bound_region`, the request may run there only. Raises ModelUnknown, ModelMismatch, or
+        RequestImpossible if the region is unknown or another than that.
         """
-        if (cached := self._routes.get((model, region))) is not None:
+        if (cached := self._routes.get((model, region, bound_region))) is not None:
             return cached
         catalog, share = self._catalog, self._share(model, request_id)
         engine = self._engines.get(share.served)
         if engine is None:
             raise ModelMismatch(model, requested="generate", served="Embed")
         try:
-            regions = catalog.regions(region)
+            regions = (bound_region,) if bound_region else catalog.regions(region)
         except KeyError:
-            known = ", ".join(catalog.fallbacks)
-            remedy = (
-                f"choose one of {known}"
-                if known
-                else "this deployment has no regions: leave it unset"
-            )
+            self.check_region(region)
+            raise
+        if bound_region and region not in ("", bound_region):
             raise RequestImpossible(
-                f"region {region[:64]!r} is unknown; {remedy}", "region"
-            ) from None
+                f"region {region[:64]!r} is not the one that your organization is bound to: name"
+                f" {bound_region!r}, or leave it out",
+                "region",
+            )
         canonical_name = catalog.canonical_name(model)
         fallback = catalog.fallback_of(model) if catalog.model_fallbacks else ()
-        route = Route(canonical_name, share.served, engine, regions, share.adapter, fallback)
+        route = Route(
+            canonical_name,
+            share.served,
+            engine,
+            regions,
+            share.adapter,
+            fallback,
+            is_bound=bool(bound_region),
+        )
         if len(catalog.shares[canonical_name]) == 1:
-            self._routes[model, region] = route
+            self._routes[model, region, bound_region] = route
         return route
 
     def route_encoder(self, model: str, request_id: str) -> EncoderRoute:
@@ -213,6 +225,21 @@ class Router:
     def models(self) -> list[ModelInfo]:
         """List all models by canonical name, each as its version with the largest share."""
         return [replace(self.find(name).model, name=name) for name in sorted(self._catalog.shares)]
+
+    def regions(self) -> list[str]:
+        """List the regions of the fleet."""
+        return list(self._catalog.fallbacks)
+
+    def check_region(self, region: str) -> None:
+        """Raise RequestImpossible unless the fleet has the region."""
+        if region not in self._catalog.fallbacks:
+            known = ", ".join(self._catalog.fallbacks)
+            remedy = (
+                f"choose one of {known}"
+                if known
+                else "this deployment has no regions: leave it unset"
+            )
+            raise RequestImpossible(f"region {region[:64]!r} is unknown; {remedy}", "region")
 
     def aliases(self, model: str) -> list[str]:
         """List the aliases of a model, given by its canonical name, and of its versions."""

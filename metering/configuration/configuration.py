@@ -79,7 +79,14 @@ from metering.tenants.billing_profiles import (
 from metering.tenants.key_terms import KeyTerms
 from metering.tenants.networks import Address, excludes
 from metering.tenants.queue_weights import queue_weight, queue_weights, set_queue_weight
-from metering.tenants.tenants import create_organization, create_project, find_organization
+from metering.tenants.tenants import (
+    bind_organization,
+    create_organization,
+    create_project,
+    find_organization,
+    organization_regions,
+    region_of,
+)
 
 Value = str | int | bool | None | list[str] | list[int]
 VIOLATION_COUNT_MAX = 100  # after them nothing more is applied: each costs some savepoints
@@ -174,8 +181,8 @@ class OrganizationSpec:
     """Desired state of an organization and its projects.
 
     An empty `currency_code` keeps the currency, and means USD for a new organization.
-    `billing_profile` and `queue_weight_milli` None keep what is set. `prune_resale_prices` ends
-    those that are not listed.
+    `billing_profile`, `queue_weight_milli` and `region` None keep what is set; an empty region
+    binds to none. `prune_resale_prices` ends those that are not listed.
     """
 
     name: str
@@ -187,6 +194,7 @@ class OrganizationSpec:
     resale_prices: tuple[ResaleTerms, ...] = ()
     prune_resale_prices: bool = False
     queue_weight_milli: int | None = None
+    region: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,10 +314,10 @@ class Subject:
 class Attempts:
     """Application of one configuration: collects the changes and violations.
 
-    `now` is the transaction's time, `models` the served models. `own_key_id` is the caller's key,
-    used from `own_address`; the configuration must not lock it out. `created` has the ids of new
-    objects, `uncounted` the limits whose past usage is still to be counted. `check_profile` is
-    explained at `apply_configuration`.
+    `now` is the transaction's time; `models` and `regions` are those of the fleet. `own_key_id` is
+    the caller's key, used from `own_address`; the configuration must not lock it out. `created` has
+    the ids of new objects, `uncounted` the limits whose past usage is still to be counted.
+    `check_profile` is explained at `apply_configuration`.
     """
 
     session: AsyncSession
@@ -319,6 +327,7 @@ class Attempts:
     own_key_id: uuid.UUID
     own_address: Address | None
     check_profile: CheckProfile | None
+    regions: Collection[str] = ()
     changes: list[Change] = field(default_factory=list)
     kept: list[Change] = field(default_factory=list)
     violations: list[ConfigurationViolation] = field(default_factory=list)
@@ -416,6 +425,8 @@ class Attempts:
             )
         if desired.queue_weight_milli is not None:
             await self._queue_weight(path, desired.name, existing, desired.queue_weight_milli)
+        if desired.region is not None:  # before the limits, whose names may not leave it
+            await self._region(path, desired.name, existing, desired.region)
         await self._resale_prices(path, existing, desired)
         await self._quotas(
             Subject(path, desired.name, QuotaSubject.ORGANIZATION, existing.id), desired
@@ -534,6 +545,24 @@ class Attempts:
 
         if await self._attempt(path, change) is not None:
             change_made = FieldChange("queue_weight_milli", before, weight_milli)
+            self.changes.append(Change(Action.UPDATE, "organization", shown, (change_made,)))
+
+    async def _region(self, path: str, shown: str, owner: Organization, region: str) -> None:
+        before = await region_of(self.session, owner.id)
+        if before == region:
+            return
+        if region and region not in self.regions:
+            known = ", ".join(sorted(self.regions)) or "none"
+            self._wrong(f"{path}.region", f"must be a region of the fleet; there are: {known}")
+            return
+
+        async def change() -> Organization:
+            return await bind_organization(
+                self.session, organization=str(owner.id), region=region, actor=self.actor
+            )
+
+        if await self._attempt(path, change) is not None:
+            change_made = FieldChange("region", before or None, region or None)
             self.changes.append(Change(Action.UPDATE, "organization", shown, (change_made,)))
 
     async def _project(
@@ -914,18 +943,20 @@ async def apply_configuration(
     own_key_id: uuid.UUID,
     own_address: Address | None = None,
     models: Collection[str],
+    regions: Collection[str] = (),
     check_profile: CheckProfile | None = None,
     dry_run: bool = False,
 ) -> Attempts:
     """Apply a configuration and return the changes, the kept objects and the violations.
 
     If there are violations, the caller must roll back. `own_key_id` is the caller's key, used from
-    `own_address`: the configuration must not lock it out. `models` are the served models.
-    `check_profile` raises InvalidValue for a billing profile that documents cannot show. With
-    `dry_run` the caller always rolls back, so past usage is not counted and no request is blocked.
+    `own_address`: the configuration must not lock it out. `models` and `regions` are those of the
+    fleet. `check_profile` raises InvalidValue for a billing profile that documents cannot show.
+    With `dry_run` the caller always rolls back, so past usage is not counted and no request is
+    blocked.
     """
     now = await database_now(session)
-    work = Attempts(session, actor, now, models, own_key_id, own_address, check_profile)
+    work = Attempts(session, actor, now, models, own_key_id, own_address, check_profile, regions)
     with contextlib.suppress(TooManyViolations):
         await work.apply(desired)
     if not dry_run and not work.violations:
@@ -1016,6 +1047,7 @@ async def present_state(session: AsyncSession, *, organization: str | None = Non
         )
         projects_of[project.organization_id].append(spec)
     profiles, weights = await billing_profiles(session), await queue_weights(session)
+    regions = await organization_regions(session)
     resale: dict[uuid.UUID, list[ResaleTerms]] = defaultdict(list)
     for price in await prices_in_force(session, ids):
         terms = whole_terms(price)
@@ -1034,6 +1066,7 @@ async def present_state(session: AsyncSession, *, organization: str | None = Non
             billing_profile=profiles.get(each.id),
             resale_prices=tuple(resale[each.id]),
             queue_weight_milli=weights.get(each.id),
+            region=regions.get(each.id),
         )
         for each in organizations
     )

@@ -6,7 +6,7 @@ applied within `POLL_INTERVAL_S`, and within `POLL_INTERVAL_S` + `ANSWER_TIMEOUT
 `CONNECT_TIMEOUT_S`, five seconds, if the connection had died silently.
 
 Broadcasts are short texts that nothing depends on: no row is written, processes that do not listen
-at that moment miss them, and each process sends at most one per second.
+at that moment miss them, and each process sends at most one per second on each of their channels.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import psycopg
@@ -42,9 +43,10 @@ from metering.store.db import (
 )
 from metering.store.refusals import AWAY
 
-BROADCAST_CHANNEL = "weir_broadcast"
+# Channels of broadcasts
+FAILURES, PREFIXES = "weir_broadcast", "weir_prefixes"
 BYTES_MAX = 7000  # of one text in UTF-8: PostgreSQL's limit is 8,000 including the message header
-INTERVAL_S = 1.0  # between two broadcasts of one process
+INTERVAL_S = 1.0  # between two broadcasts of one process on one channel
 
 POLL_INTERVAL_S = 1.0  # three small queries a second per process
 WEIGHTS_INTERVAL_S = 60.0  # there may be thousands, and a change is announced
@@ -65,6 +67,9 @@ class Broadcaster(Protocol):
     def receive(self, text: str) -> None:
         """Process a broadcast of any process. Never raises."""
         ...
+
+
+NO_BROADCASTERS: Mapping[str, Broadcaster] = MappingProxyType({})
 
 
 class Fleet(Protocol):
@@ -99,7 +104,7 @@ WHERE created_at < clock_timestamp() - interval '{VISIBLE_AGE}'
 # are read repeatedly.
 SELECT_COMMANDS = f"""
 SELECT id, request_id, project_id, api_key_id, reason, changed_key_id, owner_id,
-       suspended_by_operator, closes,
+       suspended_by_operator, closes, bound_region,
        coalesce(allowed_networks, '{{}}'),
        coalesce(ended_secrets, '{{}}'),
        created_at < clock_timestamp() - interval '{VISIBLE_AGE}'
@@ -157,7 +162,7 @@ class ControlChannel:
         report: Callable[[], Sequence[dict[str, Any]]],
         drain: Callable[[Sequence[DrainCommand]], None],
         report_replicas: Callable[[], Sequence[dict[str, Any]]],
-        broadcaster: Broadcaster | None = None,
+        broadcasters: Mapping[str, Broadcaster] = NO_BROADCASTERS,
     ) -> None:
         """Prepare the channel; `run` connects.
 
@@ -165,7 +170,7 @@ class ControlChannel:
         requests as JSON values, `report_replicas` the states of all replicas. `drain` is called at
         each poll with all drained replicas. `peer` is the "host:port" at which other processes
         reach this one, and the certificate it shows there. `peers` is called with the certificates
-        of all processes when one is added. `broadcaster` None disables broadcasts.
+        of all processes when one is added. `broadcasters` are by channel.
         """
         self._conninfo = psycopg_conninfo(database_url)
         self._owner = (process_id, process_name, *peer)
@@ -177,12 +182,13 @@ class ControlChannel:
         # Called with the queue weights in thousandths, by organization, when one may have changed.
         self.on_weights: Callable[[Mapping[uuid.UUID, int]], None] = lambda _: None
         self._weights_read_at = -math.inf  # a monotonic clock may start at any value
-        self._broadcaster = broadcaster
+        self._broadcasters = broadcasters
         # Called after a change of launched replicas; set by who follows them.
         self.launches_changed: Callable[[], None] = lambda: None
         self.fleet: Fleet = NoFleet()  # gets each new version; set it before `run`
         self._fleet_number = -1  # of the newest version read; -1 before the first poll
-        self._sent_at = -math.inf  # a monotonic clock may start at any value
+        # By channel; a monotonic clock may start at any value
+        self._sent_at = dict.fromkeys(broadcasters, -math.inf)
         # All commands up to this id have been read, and no further ones can appear below it.
         self._floor: int | None = None
         self._applied: set[int] = set()  # applied commands above the floor
@@ -226,8 +232,8 @@ class ControlChannel:
 
     async def _serve(self, connection: BoundedConnection) -> None:
         await connection.execute(f"LISTEN {CHANNEL}")
-        if self._broadcaster is not None:
-            await connection.execute(f"LISTEN {BROADCAST_CHANNEL}")
+        for channel in self._broadcasters:
+            await connection.execute(f"LISTEN {channel}".encode())
         # Unrequested: the row lets others wait for this process, and weights may have changed.
         requested = {REPORT, PEERS, WEIGHTS}
         while True:
@@ -245,19 +251,25 @@ class ControlChannel:
                     await self._read_weights(connection)
             with self._retries.survive("broadcast"):
                 await self._broadcast(connection)
-            notices = [
-                notice
-                async for notice in connection.notifies(timeout=POLL_INTERVAL_S, stop_after=1)
-            ]
-            requested = set()
-            for notice in notices:
+            requested = await self._requested(connection)
+
+    async def _requested(self, connection: BoundedConnection) -> set[str]:
+        """Wait until another process asks for something, or the next poll is due.
+
+        Broadcasts are received meanwhile: with many processes, a poll for each would cost more.
+        """
+        requested: set[str] = set()
+        poll_at = time.monotonic() + POLL_INTERVAL_S
+        while not requested and (rest_s := poll_at - time.monotonic()) > 0:
+            async for notice in connection.notifies(timeout=rest_s, stop_after=1):
                 with self._retries.survive("broadcast"):
-                    if notice.channel == BROADCAST_CHANNEL and self._broadcaster is not None:
-                        self._broadcaster.receive(notice.payload)
+                    if (broadcaster := self._broadcasters.get(notice.channel)) is not None:
+                        broadcaster.receive(notice.payload)
                     elif notice.payload == LAUNCHES:
                         self.launches_changed()
                     else:
                         requested.add(notice.payload)
+        return requested
 
     def _weights_are_old(self) -> bool:
         return time.monotonic() - self._weights_read_at >= WEIGHTS_INTERVAL_S
@@ -268,12 +280,13 @@ class ControlChannel:
         self._weights_read_at = time.monotonic()
 
     async def _broadcast(self, connection: BoundedConnection) -> None:
-        """Send a broadcast if there is one and the interval has passed."""
-        if self._broadcaster is None or time.monotonic() - self._sent_at < INTERVAL_S:
-            return
-        if text := self._broadcaster.next_broadcast():
-            self._sent_at = time.monotonic()
-            await connection.execute("SELECT pg_notify(%s, %s)", (BROADCAST_CHANNEL, text))
+        """Send a broadcast on each channel that has one and whose interval has passed."""
+        for channel, broadcaster in self._broadcasters.items():
+            if time.monotonic() - self._sent_at[channel] < INTERVAL_S:
+                continue
+            if text := broadcaster.next_broadcast():
+                self._sent_at[channel] = time.monotonic()
+                await connection.execute("SELECT pg_notify(%s, %s)", (channel, text))
 
     async def _write_report(self, connection: BoundedConnection) -> None:
         """Write the report of running requests, leaving out any that PostgreSQL rejects."""

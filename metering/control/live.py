@@ -56,7 +56,8 @@ class CancelCommand:
     `allowed_networks` are cancelled (an empty tuple allows all networks), and those that used a
     secret whose hash is in `ended_secrets`. `owner_id` names an organization or project: all its
     requests are cancelled if it was suspended, by the operator or not; with
-    `suspended_by_operator` None it was resumed, with `closes` it was closed for good.
+    `suspended_by_operator` None it was resumed, with `closes` it was closed for good. With `bound_region`, an organization was bound to
+    that region instead, or to none if it is empty: requests elsewhere are cancelled.
     """
 
     command_id: int
@@ -68,6 +69,7 @@ class CancelCommand:
     owner_id: uuid.UUID | None = None
     suspended_by_operator: bool | None = None
     closes: bool = False
+    bound_region: str | None = None
     allowed_networks: tuple[str, ...] = ()
     ended_secrets: tuple[bytes, ...] = ()
 
@@ -126,6 +128,14 @@ async def announce_suspension(
     await _command(
         session, reason, owner_id=owner_id, suspended_by_operator=by_operator, closes=closes
     )
+
+
+async def announce_binding(session: AsyncSession, organization_id: uuid.UUID, region: str) -> None:
+    """Write a command that an organization was bound to a region, or to none if it is empty.
+
+    It takes effect when the caller commits.
+    """
+    await _command(session, owner_id=organization_id, bound_region=region)
 
 
 async def _command(session: AsyncSession, reason: str = "", **values: object) -> None:

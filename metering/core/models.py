@@ -159,6 +159,18 @@ class Suspension(Base):
     remaining_credit: Mapped[str] = mapped_column(server_default="")
 
 
+class OrganizationRegion(Base):
+    """Region that an organization is bound to (`tenants/tenants.py`); without a row, to none."""
+
+    __tablename__ = "organization_regions"
+
+    organization_id: Mapped[uuid.UUID] = mapped_column(
+        ForeignKey("organizations.id"), primary_key=True
+    )
+    region: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
 class ApiKey(Base):
     """An API key. Only the SHA-256 of the secret is stored: 256 random bits need no slow hash.
 

@@ -68,5 +68,6 @@ def apply_settings(session: Session, _: SessionTransaction, connection: Connecti
 
 def acting(sessions: Sessions, actor: Actor) -> Sessions:
     """Return a factory of sessions of the same database for one actor."""
-    options = sessions.kw | {"sync_session_class": ActorSession, "info": {"actor": actor}}
+    info = {**sessions.kw.get("info", {}), "actor": actor}
+    options = sessions.kw | {"sync_session_class": ActorSession, "info": info}
     return async_sessionmaker(**options)

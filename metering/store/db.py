@@ -356,6 +356,10 @@ class DatabaseSettings:
     # The PostgreSQL database that all processes share. With several hosts, separated by commas, the
     # first one that accepts writes is used, and after a failover the next.
     url: str = setting("WEIR_DATABASE_URL", "", postgres_url)
+    # Region of the database, its copies, and all processes that use it. Then organizations that are
+    # bound to this region may send labels and end users, which are stored there. Set it, and
+    # WEIR_REGION to the same, in all processes; unset, such requests are refused.
+    region: str = setting("WEIR_DATABASE_REGION", "", str)
     # What happens while PostgreSQL is away: `closed` refuses new requests; `grace` admits requests
     # under pre-authorized holds, until these expire. Neither can exceed a limit.
     unavailable_policy: Literal["closed", "grace"] = setting(
@@ -497,9 +501,13 @@ WHERE (name = 'synchronous_commit' AND setting = 'off')
 """
 
 
-def create_sessions(engine: AsyncEngine) -> Sessions:
-    """Create a session factory. Objects stay readable after commit; nothing loads lazily."""
-    return async_sessionmaker(engine, expire_on_commit=False)
+def create_sessions(engine: AsyncEngine, *, region: str = "") -> Sessions:
+    """Create a session factory. Objects stay readable after commit; nothing loads lazily.
+
+    `region` is that of the database, empty if unknown.
+    """
+    info = {"region": region}
+    return async_sessionmaker(engine, expire_on_commit=False, info=info)
 
 
 def create_lookups(engine: AsyncEngine) -> Sessions:

@@ -38,6 +38,7 @@ from metering.core.models import (
     ApiKey,
     ApiKeyOwner,
     Organization,
+    OrganizationRegion,
     Person,
     Project,
     SupersededSecret,
@@ -110,7 +111,8 @@ class Principal:
     `secret_lifetime_s` is the remaining validity of the secret, None if unlimited. `models` and
     `networks` are the allowed ones, empty for all. `bounds` limit the tokens of one request.
     `expires_at` is the key's, whichever secret is used. `address` is the client's, determined by
-    the listener; None if unknown. `secret_hash` is that of the secret used in this call; a rotated
+    the listener; None if unknown. `region` is the one that the organization is bound to, empty for
+    none. `secret_hash` is that of the secret used in this call; a rotated
     key has several, a bound key none. `person_id` is that of the person the key belongs to; None if
     it belongs to no person. `terms` are those of the key; `scopes` (with the role, as
     `authority_of` returns them), `models`, `networks` and `bounds` have parts of them in the form
@@ -131,6 +133,7 @@ class Principal:
     expires_at: datetime | None = None
     suspended: Suspended | None = None
     person_id: uuid.UUID | None = None
+    region: str = ""
     address: Address | None = field(default=None, compare=False)
     secret_hash: bytes = field(default=b"", compare=False, repr=False)
     token: TokenTerms | None = None
@@ -241,6 +244,7 @@ def select_principal(
             ApiKey.expires_at,
             Project.organization_id,
             Organization.currency_code,
+            OrganizationRegion.region,
             cast(func.extract("epoch", ends_at - func.now()), Double).label("secret_lifetime_s"),
             *(getattr(ApiKey, each.name) for each in fields(KeyTerms)),
             suspension.project_id.is_(None).label("of_organization"),
@@ -251,6 +255,7 @@ def select_principal(
         )
         .join(Project, Project.id == ApiKey.project_id)
         .join(Organization, Organization.id == Project.organization_id)
+        .outerjoin(OrganizationRegion, OrganizationRegion.organization_id == Organization.id)
         .outerjoin(suspension, suspension.id == of_owner.scalar_subquery())
         .outerjoin(ApiKeyOwner, ApiKeyOwner.api_key_id == ApiKey.id)
         .outerjoin(Person, Person.id == ApiKeyOwner.person_id)

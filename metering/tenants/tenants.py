@@ -1,4 +1,9 @@
-"""Organizations and projects.
+"""Organizations and projects, and the regions that organizations are bound to.
+
+The requests of a bound organization run in one region, and nowhere else. Every api process refuses
+the calls of an organization that is bound to another region than its own: the authentication of a
+key reads the region in the same statement. A change is a command to every process
+(`control/live.py`), which ends the requests that began under another binding.
 
 Functions take a session and never commit. Every change writes the audit log in the same
 transaction.
@@ -11,17 +16,19 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from sqlalchemy import and_, or_, select, update
+from sqlalchemy import and_, delete, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from metering.control.live import announce_binding
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, NotFound
-from metering.core.models import Organization, Project, Suspension
+from metering.core.models import Organization, OrganizationRegion, Project, Suspension
 from metering.core.money import checked_currency
 
 Owner = TypeVar("Owner", Organization, Project)
+REGION_FORM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)  # as in a fleet file
 NAME_FORM = re.compile(r"[a-z][a-z0-9-]{0,62}", re.ASCII)
 
 
@@ -100,6 +107,57 @@ async def _rename(session: AsyncSession, owner: Owner, name: str, actor: str) ->
     await session.refresh(owner)
     action = f"{kind_of(owner)}.rename"
     await record_change(session, actor, action, str(owner.id), before=before, after=snapshot(owner))
+    return owner
+
+
+async def organization_regions(session: AsyncSession) -> dict[uuid.UUID, str]:
+    """Read the regions of all bound organizations, by organization id."""
+    rows = await session.execute(
+        select(OrganizationRegion.organization_id, OrganizationRegion.region)
+    )
+    return {row.organization_id: row.region for row in rows}
+
+
+async def region_of(session: AsyncSession, organization_id: uuid.UUID) -> str:
+    """Read the region that an organization is bound to; empty for none."""
+    query = select(OrganizationRegion.region).where(
+        OrganizationRegion.organization_id == organization_id
+    )
+    return await session.scalar(query) or ""
+
+
+async def bind_organization(
+    session: AsyncSession, *, organization: str, region: str, actor: str
+) -> Organization:
+    """Bind an organization to a region, or to none if `region` is empty.
+
+    Whether the fleet has the region is for the caller to check. Raises: NotFound, InvalidValue.
+    """
+    owner = await find_organization(session, organization)
+    if region and REGION_FORM.fullmatch(region) is None:
+        raise InvalidValue("region", "must be a region of the fleet, or empty for none")
+    await lock_owner(session, owner)
+    before = await region_of(session, owner.id)
+    if before == region:
+        return owner
+    if region:
+        bound = insert(OrganizationRegion).values(organization_id=owner.id, region=region)
+        await session.execute(
+            bound.on_conflict_do_update(index_elements=["organization_id"], set_={"region": region})
+        )
+    else:
+        await session.execute(
+            delete(OrganizationRegion).where(OrganizationRegion.organization_id == owner.id)
+        )
+    await record_change(
+        session,
+        actor,
+        "organization.bind",
+        str(owner.id),
+        before={"region": before},
+        after={"region": region},
+    )
+    await announce_binding(session, owner.id, region)
     return owner
 
 

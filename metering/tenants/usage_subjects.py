@@ -21,7 +21,7 @@ from metering.core.models import UsageSubject, UsageSubjectCount
 from metering.core.pages import check_page_size, page_values
 from metering.core.pages import page_token as token_of
 from metering.store.db import Sessions
-from metering.tenants.tenants import as_uuid
+from metering.tenants.tenants import as_uuid, region_of
 
 NAME_BYTES_MAX = 512  # some coding agents send 200 and more
 LABEL_KEY_CHARS_MAX, LABEL_VALUE_CHARS_MAX = 64, 512  # as in requests
@@ -133,8 +133,16 @@ async def create_usage_subject(
     """Find or create a usage subject; return also whether it is new.
 
     A new one is archived, and does not count towards the bound, until its first request, which is
-    refused, to be sent again, until the transaction ends.
+    refused, to be sent again, until the transaction ends. Raises: InvalidValue if the name may not
+    be stored in this database.
     """
+    bound_to = await region_of(session, organization_id)
+    if bound_to not in ("", session.info.get("region", "")):
+        raise InvalidValue(
+            kind,
+            f"would be stored in a database that is not known to be in {bound_to!r}, which the"
+            " organization is bound to: leave it out, or set WEIR_DATABASE_REGION",
+        )
     named = {
         "organization_id": organization_id,
         "kind": kind,

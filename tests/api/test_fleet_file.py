@@ -114,8 +114,8 @@ models: {e: {engine: encoder, directory: d, policy: least_loaded}}
     models.e.policy: is for models that generate
 models: {e: {engine: remote-encoder, directory: d}}
     models.e.targets: is missing
-regions: {eu: []}\nmodels: {e: {engine: encoder, directory: d, region: eu}}
-    models.e.region: is for models that generate
+regions: {eu: []}\nmodels: {e: {engine: encoder, directory: d, region: us}}
+    models.e.region: 'us' is not a region of this file: the regions are eu
 models: {e: {versions: {a: {engine: encoder, directory: d}, b: {directory: d}}}}
     models.e: must have versions that all generate, or that all embed
 """

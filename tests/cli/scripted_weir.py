@@ -319,6 +319,7 @@ class ScriptedAccounts:
             create_time=NOON,
             billing_profile=types_pb2.BillingProfile(legal_name="Acme GmbH", country="DE"),
             queue_weight_milli=2500,
+            region="eu",
         )
         project = admin_pb.Project(
             project_id=str(uuid.UUID(int=2)),
@@ -341,6 +342,7 @@ class ScriptedAccounts:
             admin_pb.CloseProjectResponse(
                 project=admin_pb.Project(name="web", closure=CLOSURE), effects=EFFECTS
             ),
+            admin_pb.BindOrganizationResponse(organization=organization),
             admin_pb.UpdateProjectResponse(project=project),
             admin_pb.SuspendProjectResponse(
                 project=admin_pb.Project(name="web", suspension=suspended.suspension)

@@ -613,6 +613,8 @@ STATES = [
     ("org rename acme zenith", {"organization": "acme", "name": "zenith"}, "active"),
     ("org suspend acme --reason unpaid", {"organization": "acme", "reason": "unpaid"}, "unpaid"),
     ("org resume acme", {"organization": "acme"}, "active"),
+    ("org bind acme eu", {"organization": "acme", "region": "eu"}, " eu "),
+    ("org unbind acme", {"organization": "acme"}, "active"),
     ("project rename web api --org acme", {"project": "acme/web", "name": "api"}, "active"),
     ("project suspend acme/web --reason unpaid", {"project": "acme/web"}, "unpaid"),
     (f"project resume {UUID(int=2)}", {"project": str(UUID(int=2))}, "active"),

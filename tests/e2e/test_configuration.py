@@ -231,6 +231,18 @@ async def test_a_queue_weight_is_applied_kept_and_exported(admin: Admin) -> None
     assert (await admin.export(name))["queue_weight_milli"] == "2500"
 
 
+async def test_a_region_is_applied_only_if_the_fleet_has_it(admin: Admin) -> None:
+    name = unique()
+    await admin.apply(team(name))
+
+    for dry_run in (True, False):
+        answer = await admin.apply({"name": name, "region": "mars"}, dry_run=dry_run)
+        [error] = answer.violations
+        assert error.field == "organizations[0].region"
+        assert "there are: none" in error.description
+    assert "region" not in await admin.export(name)
+
+
 async def test_a_profile_that_no_font_shows_is_refused_by_field(admin: Admin) -> None:
     name = unique()
     await admin.apply(team(name))

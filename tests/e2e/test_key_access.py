@@ -80,6 +80,7 @@ SHOWN_TO_THEIR_OWNER = {
 
 # Values that belong to no customer, so that only the key is wrong.
 COMMON = {
+    "region": "eu",
     "model": MODEL,
     "end_user": "alice",
     "replica": "0",

@@ -485,6 +485,8 @@ async def test_a_killed_request_settles(here: Service, beside: Service, tenant: 
 
     assert over.frame is not None
     assert over.info.metadata["outcome"] == "failed"
+    assert "The server died before" in over.status.message
+    assert "its output is not kept" in over.status.message
     assert over.frame.usage.delivered_token_count >= received_count - unmarked_count
     await check_billed_once(here, tenant, frame.request_id, over.frame.usage.delivered_token_count)
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -189,3 +190,28 @@ async def test_another_encoder_starts_if_all_are_full_or_drained_and_memory_allo
         encoders.drain(["m#0", "m#2"])
         await until(encoders.healthy)
         assert puppets[1].healthy()
+
+
+async def test_bound_texts_go_only_to_encoders_known_to_be_in_their_region() -> None:
+    puppets = [Puppet(0), Puppet(1), Puppet(2)]
+    replicas = [
+        EncoderReplica(f"m#{each.number}", each, region)
+        for each, region in zip(puppets, ("us", "eu", ""), strict=True)
+    ]
+    encoders = EncoderSet(MODEL, replicas, warm_count=3)
+    for puppet in puppets:
+        await puppet.start()
+    bound = replace(texts(1), bound_region="eu")
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        calls = [tasks.create_task(encoders.embed(bound)) for _ in range(3)]
+        await until(lambda: len(puppets[1].calls) == 3)
+        for _ in calls:
+            puppets[1].end()
+    puppets[1].state = engine.EngineState.CLOSED
+    with pytest.raises(EngineUnavailable):
+        await encoders.embed(bound)
+    with pytest.raises(EngineUnavailable, match="is known to be in 'mars'"):
+        await encoders.embed(replace(bound, bound_region="mars"))
+    assert not puppets[0].calls
+    assert not puppets[2].calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from inference.errors import (
 )
 from inference.routing.placement import POLICIES, LeastLoaded, PrefixAware, RoundRobin
 from inference.routing.replica import (
+    UNSHARED_MAX,
     BreakerLimits,
     BreakerState,
     CircuitBreaker,
@@ -33,7 +35,10 @@ from inference.routing.replica import (
     prefix_keys,
 )
 from inference.routing.replica_set import ReplicaSet
+from inference.routing.router import Router
+from inference.routing.shared_prefixes import SharedPrefixes
 from inference.workers.engine import EngineSequence
+from metering.control.control_channel import BYTES_MAX
 from tests.inference.running import make_request
 
 MODEL = engine.ModelInfo("m", "", "", 4096, 1000, "", continues_output=True)
@@ -570,6 +575,27 @@ async def test_a_request_goes_to_the_first_region_that_takes_it() -> None:
     assert await placed("eu") == "r3", "what is nowhere in particular is everywhere"
 
 
+async def test_a_bound_request_uses_only_replicas_known_to_be_in_its_region() -> None:
+    """Not those whose region is only assumed, and not after a loss either."""
+    replica_set, puppets, _ = make_set(4, regions=["eu", "eu", "us", ""], policy=RoundRobin())
+    replica_set.replicas[1].known_region = ""  # the fleet does not say
+    bound = replace(prompted(1), regions=("eu",), is_bound=True)
+
+    async with contextlib.AsyncExitStack() as stack:
+        assert {await place(replica_set, stack, bound) for _ in range(4)} == {"r0"}
+    assert replica_set.has_room(bound)
+    sequence = Followed(replica_set, bound)
+    puppets[0].lose()
+    assert not replica_set.has_room(bound)
+    with pytest.raises(EngineUnavailable, match="the first is restarting"):
+        replica_set.submit(bound, lambda _: None)
+    sequence.sequence.cancel()
+    elsewhere = replace(bound, regions=("mars",))
+    with pytest.raises(EngineUnavailable, match="is known to be in 'mars'"):
+        replica_set.submit(elsewhere, lambda _: None)
+    assert not any(each.requests for each in puppets[1:])
+
+
 async def test_a_set_is_started_as_soon_as_one_replica_is() -> None:
     replica_set, puppets, _ = make_set(3, warm_count=2)
     for puppet in puppets:
@@ -642,3 +668,67 @@ async def test_servers_that_refuse_accepted_requests_are_not_retried_endlessly()
                 await anext(aiter(stream))
     assert all(puppet.requests for puppet in puppets), "each was asked"
     assert not any(replica.live_sequence_count for replica in replicas.replicas)
+
+
+class Pooled(Puppet):
+    """Server that other processes use too."""
+
+    def __init__(self, pool: str) -> None:
+        super().__init__()
+        self.pool = pool
+
+
+def sharing(count: int) -> tuple[SharedPrefixes, list[Replica]]:
+    """Return a process before so many servers, which knows another one."""
+    puppets: list[Any] = [Pooled(f"vllm://server-{number}:8000") for number in range(count)]
+    replicas = [Replica(f"r{number}", each) for number, each in enumerate(puppets)]
+    shared = SharedPrefixes(Router({"m": ReplicaSet(MODEL, replicas)}), uuid.uuid4())
+    shared.process_count = 2
+    return shared, replicas
+
+
+def test_broadcasts_of_blocks_are_bounded_and_reach_the_same_server() -> None:
+    """However many servers and blocks there are; announced blocks are not announced again."""
+    (sender, sent), (receiver, received) = sharing(70), sharing(70)
+    keys = {number: tuple(range(number * 1000, number * 1000 + 60)) for number in range(70)}
+    for number, replica in enumerate(sent):
+        replica.prefixes.sent(keys[number])
+        replica.prefixes.sent(keys[number])  # known by now
+        replica.prefixes.sent((-1 - number,), is_private=True)
+
+    texts = []
+    while text := sender.next_broadcast():
+        texts.append(text)
+        receiver.receive(text)
+        sender.receive(text)  # each process hears its own, too
+    receiver.receive("")
+    receiver.receive('{"owner": "x", "blocks": {"vllm://server-0:8000": "AAAA"}}')
+
+    assert len(texts) < 12
+    assert max(len(text.encode()) for text in texts) <= BYTES_MAX
+    for number, replica in enumerate(received):
+        assert replica.prefixes.find(keys[number]).block_count == 60
+        assert len(replica.prefixes) == 60
+        assert not replica.prefixes.unshared, "it does not announce them again"
+
+
+def test_a_process_that_is_alone_announces_nothing_and_keeps_the_newest_blocks() -> None:
+    shared, [replica] = sharing(1)
+    shared.process_count = 1
+    for number in range(100):
+        replica.prefixes.sent(tuple(range(number * 100, number * 100 + 100)))
+
+    assert shared.next_broadcast() == ""
+    assert len(replica.prefixes.unshared) == UNSHARED_MAX
+
+
+def test_a_lost_server_forgets_what_others_have_sent() -> None:
+    shared, [replica] = sharing(1)
+    sender, [source] = sharing(1)
+    source.prefixes.sent((1, 2, 3))
+    puppet: Any = replica.engine
+    puppet.state = engine.EngineState.RESTARTING
+
+    shared.receive(sender.next_broadcast())
+
+    assert not len(replica.prefixes)

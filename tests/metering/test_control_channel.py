@@ -15,7 +15,7 @@ from sqlalchemy import select
 from structlog.testing import capture_logs
 
 from metering.control import control_channel
-from metering.control.control_channel import ControlChannel
+from metering.control.control_channel import FAILURES, ControlChannel
 from metering.control.live import (
     CancelCommand,
     DrainCommand,
@@ -60,7 +60,7 @@ class Listener:
             report=self._report,
             drain=self._drain,
             report_replicas=lambda: self.replicas,
-            broadcaster=self,
+            broadcasters={FAILURES: self},
         )
         self.to_report: list[str] = []
         self.has_heard: list[str] = []

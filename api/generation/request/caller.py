@@ -38,7 +38,8 @@ class Caller:
     the token limits per request of the key. `address` is None if it is unknown. `trace` is the
     trace that the request belongs to, `credentials` the hashes of what was sent to authenticate it.
     `on_admitted` is called once the request is admitted. `models` are those that the key may use;
-    empty for all. `token` has the terms of a token that was sent instead of a secret.
+    empty for all. `token` has the terms of a token that was sent instead of a secret. `region` is
+    the one that the organization is bound to; empty for none.
     """
 
     payer: Payer
@@ -53,6 +54,7 @@ class Caller:
     on_admitted: Callable[[], None] = lambda: None
     models: frozenset[str] = frozenset()
     token: TokenTerms | None = None
+    region: str = ""
 
     def may_use(self, model: str) -> bool:
         """Return True if the key may use the model."""
@@ -81,6 +83,7 @@ class Caller:
             on_admitted=(lambda: None) if call is None else call.on_admitted,
             models=principal.models,
             token=principal.token,
+            region=principal.region,
         )
 
 

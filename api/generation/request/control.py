@@ -13,9 +13,10 @@ from api.access.auth import (
     SECRET_REPLACED,
     TOKEN_REVOKED,
     Authenticator,
+    BindingChange,
     SuspensionChange,
 )
-from api.core.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidway
+from api.core.errors import AddressNotAllowed, BoundToRegion, CancelledByAdmin, KeyRevokedMidway
 from api.generation.request.phases import (
     STREAMING,
     AdmittedGeneration,
@@ -40,6 +41,10 @@ def apply_command(
     registry: RequestRegistry, authenticator: Authenticator, command: CancelCommand
 ) -> None:
     """Stop the requests that a command names; settle their output and send the reason."""
+    if command.owner_id is not None and command.bound_region is not None:
+        binding = BindingChange(command.owner_id, command.bound_region, authenticator.region)
+        apply_binding(registry, authenticator, binding)
+        return
     if command.owner_id is not None:
         change = SuspensionChange(
             command.owner_id, command.reason, command.suspended_by_operator, command.closes
@@ -84,7 +89,26 @@ def apply_suspension(
     for request in registry.running():
         if (refusal := change.refusal_of(request.caller.payer)) is not None:
             request.stop(Outcome.CANCELLED, refusal)
-    authenticator.suspension_changed(change)
+    authenticator.owner_changed(change)
+
+
+def apply_binding(
+    registry: RequestRegistry, authenticator: Authenticator, change: BindingChange
+) -> None:
+    """Stop the requests of an organization that began before it was bound to this region.
+
+    In the region too: their engines may be elsewhere.
+    """
+    registry.bindings[change.owner_id.int] = change.region
+    for request in registry.running():
+        caller = request.caller
+        if (
+            change.region not in ("", caller.region)
+            and caller.payer.organization_id == change.owner_id
+        ):
+            refusal = BoundToRegion(change.region, change.server_region)
+            request.stop(Outcome.CANCELLED, refusal)
+    authenticator.owner_changed(change)
 
 
 def apply_drains(registry: RequestRegistry, commands: Sequence[DrainCommand]) -> None:

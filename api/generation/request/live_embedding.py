@@ -169,6 +169,7 @@ class LiveEmbedding:
         registry, bounds = self._registry, self.caller.bounds
         async with contextlib.AsyncExitStack() as stack:
             with Interruptible(self.decision, error_of):
+                region = registry.bound_region_of(self.caller, self.start)
                 route = registry.router.route_encoder(self.start.model, str(self.start.request_id))
                 # Limits and prices use the canonical name.
                 self.start = replace(self.start, model=route.model)
@@ -196,7 +197,7 @@ class LiveEmbedding:
             self.phase = Queued(admitted)
             try:
                 with Interruptible(self.decision, error_of):
-                    vectors = await self._encode(encoder, admitted, entries)
+                    vectors = await self._encode(encoder, admitted, entries, region)
                 if (lapse := hold.lapse()) is not None:  # this process was suspended
                     raise lapse
                 # Delivered, and not journalled: the answer follows the settlement, so a process
@@ -268,9 +269,16 @@ class LiveEmbedding:
         )
 
     async def _encode(
-        self, encoder: Encoder, admitted: AdmittedRequest, entries: dict[QueueEntry, Part]
+        self,
+        encoder: Encoder,
+        admitted: AdmittedRequest,
+        entries: dict[QueueEntry, Part],
+        region: str,
     ) -> list[Vector]:
-        """Embed all parts, each in its turn, and return their vectors."""
+        """Embed all parts, each in its turn, and return their vectors.
+
+        They do not leave `region`, if one is given.
+        """
         await self._wait_until_ready(encoder, admitted)
         self.watch.lap(state.COLD_START)
         vectors: list[Vector] = []
@@ -283,7 +291,9 @@ class LiveEmbedding:
             await self._wait_until_ready(encoder, admitted)  # it may have failed meanwhile
             self.phase = Encoding(admitted)
             begun = functools.partial(self._begun, entry, sum(map(len, part)))
-            embedded = await encoder.embed(EmbeddingRequest(part, rank=entry.rank, on_begin=begun))
+            embedded = await encoder.embed(
+                EmbeddingRequest(part, rank=entry.rank, on_begin=begun, bound_region=region)
+            )
             entry.generated(0)
             entry.leave()
             queue_ms, encode_ms = queue_ms + embedded.queue_ms, encode_ms + embedded.encode_ms

@@ -309,7 +309,12 @@ class LiveRequest:
         registry, caller, start = self._registry, self.caller, self.start
         registry.add(self)
         try:
-            route = registry.router.route(model or start.model, start.request_id, start.region)
+            bound = ""
+            if caller.region or registry.bindings:
+                bound = registry.bound_region_of(caller, start)
+            route = registry.router.route(
+                model or start.model, start.request_id, start.region, bound
+            )
             start.model, tokenizer = route.model, registry.tokenizers[route.served]
             preparing = Preparing(route)
             self.phase = preparing

@@ -121,6 +121,7 @@ def checked_request(
         splits_reasoning=splits_reasoning,
         thinking=thinking,
         marked_functions=marked_functions,
+        is_bound=route.is_bound,
     )
     check_against_model(request, size)
     if model.capabilities.counts_from_usage:

@@ -142,7 +142,8 @@ async def quote(
 ) -> pb.QuoteResponse:
     """Quote a generate request. Raises what the request would raise, except for quotas."""
     check_model(principal, registry.router.canonical_name(start.model))
-    route = registry.router.route(start.model, start.request_id, start.region)
+    registry.check_kept(principal.region, end_user=start.end_user, labels=start.labels)
+    route = registry.router.route(start.model, start.request_id, start.region, principal.region)
     start.model, payer, tokenizer = (
         route.model,
         payer_of(principal),
@@ -216,6 +217,7 @@ async def quote_embed(
 ) -> pb.QuoteResponse:
     """Quote an embedding request. Raises what the request would raise, except for quotas."""
     check_model(principal, registry.router.canonical_name(start.model))
+    registry.check_kept(principal.region, end_user=start.end_user, labels=start.labels)
     route = registry.router.route_encoder(start.model, str(start.request_id))
     start = replace(start, model=route.model)
     check_against_model(start, route.encoder.model, input_count_max(route.encoder.model))

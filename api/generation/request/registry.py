@@ -11,7 +11,13 @@ from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from api.access.auth import check_model
-from api.core.errors import KeepTooLong, RequestUnderWay
+from api.core.errors import (
+    BoundToRegion,
+    FieldViolation,
+    InvalidRequest,
+    KeepTooLong,
+    RequestUnderWay,
+)
 from api.core.interceptor import READ_BYTES, READ_S
 from api.core.rate_limiter import REFUSAL_COST_S, Payer, RateLimiter
 from api.generation.delivery.output_buffer import OutputBuffer
@@ -119,6 +125,9 @@ class RequestRegistry:
         self.queue_of: dict[Backend, FairQueue] = {}
         # Of organizations whose weight in the fair queues is not 1, by id as an integer
         self.weights: dict[int, float] = {}
+        # Regions of organizations that were bound since the start of this process, by id as an
+        # integer; empty for none
+        self.bindings: dict[int, str] = {}
         self.queues_changed: Callable[[], None] = lambda: None  # set by who shares them
         self.cold_start_wait_s = settings.requests.cold_start_wait_s
         self.replays = ReplayBuffers[ReplayableBuffer](
@@ -269,6 +278,32 @@ class RequestRegistry:
         keep_max_s = self.settings.delivery.keep_on_disconnect_max_s
         if start.keep_s is not None and start.keep_s > keep_max_s:
             raise KeepTooLong(start.keep_s, keep_max_s)
+
+    def bound_region_of(self, caller: Caller, start: ValidStart | ValidEmbed) -> str:
+        """Return the region that a request may not leave; empty for none.
+
+        A binding may be newer than the check of the caller's key. Raises: BoundToRegion if it is
+        another region than that of this process, InvalidRequest for labels and end users if the
+        database is elsewhere.
+        """
+        region = self.bindings.get(caller.payer.organization_id.int, caller.region)
+        if region not in ("", self.settings.models.region):
+            raise BoundToRegion(region, self.settings.models.region)
+        self.check_kept(region, end_user=start.end_user, labels=start.labels)
+        return region
+
+    def check_kept(self, region: str, *, end_user: str, labels: Mapping[str, str]) -> None:
+        """Raise InvalidRequest for names that the database may not have, as they leave a region."""
+        if region in ("", self.settings.database.region):
+            return
+        for field, is_given in (("end_user", bool(end_user)), ("labels", bool(labels))):
+            if is_given:
+                wrong = (
+                    f"would be stored in a database that is not known to be in {region!r}, which"
+                    " your organization is bound to: leave it out, or ask the operator to set"
+                    " WEIR_DATABASE_REGION"
+                )
+                raise InvalidRequest([FieldViolation(field, wrong)])
 
     def same_request(
         self, project_id: uuid.UUID, start: ValidStart, received: Subscription | None = None

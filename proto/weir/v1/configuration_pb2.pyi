@@ -66,6 +66,7 @@ class OrganizationConfiguration(_message.Message):
     RESALE_PRICES_FIELD_NUMBER: _builtins.int
     PRUNE_RESALE_PRICES_FIELD_NUMBER: _builtins.int
     QUEUE_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """See `Organization.name`."""
     currency_code: _builtins.str
@@ -77,6 +78,10 @@ class OrganizationConfiguration(_message.Message):
     queue_weight_milli: _builtins.int
     """Its weight in the fair queue, in thousandths: see `Organization.queue_weight_milli`. Unset:
     unchanged, 1000 for a new organization.
+    """
+    region: _builtins.str
+    """The region of the fleet that its requests do not leave: see `BindOrganization`. Empty: bound to
+    none. Unset: unchanged.
     """
     @_builtins.property
     def quotas(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuotaConfiguration]:
@@ -106,14 +111,20 @@ class OrganizationConfiguration(_message.Message):
         resale_prices: _abc.Iterable[Global___ResalePriceConfiguration] | None = ...,
         prune_resale_prices: _builtins.bool = ...,
         queue_weight_milli: _builtins.int | None = ...,
+        region: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_weight_milli", b"_queue_weight_milli", "billing_profile", b"billing_profile", "queue_weight_milli", b"queue_weight_milli"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_weight_milli", b"_queue_weight_milli", "_region", b"_region", "billing_profile", b"billing_profile", "queue_weight_milli", b"queue_weight_milli", "region", b"region"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_weight_milli", b"_queue_weight_milli", "billing_profile", b"billing_profile", "currency_code", b"currency_code", "name", b"name", "projects", b"projects", "prune_quotas", b"prune_quotas", "prune_resale_prices", b"prune_resale_prices", "queue_weight_milli", b"queue_weight_milli", "quotas", b"quotas", "resale_prices", b"resale_prices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_weight_milli", b"_queue_weight_milli", "_region", b"_region", "billing_profile", b"billing_profile", "currency_code", b"currency_code", "name", b"name", "projects", b"projects", "prune_quotas", b"prune_quotas", "prune_resale_prices", b"prune_resale_prices", "queue_weight_milli", b"queue_weight_milli", "quotas", b"quotas", "region", b"region", "resale_prices", b"resale_prices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__queue_weight_milli: _TypeAlias = _typing.Literal["queue_weight_milli"]  # noqa: Y015
     _WhichOneofArgType__queue_weight_milli: _TypeAlias = _typing.Literal["_queue_weight_milli", b"_queue_weight_milli"]  # noqa: Y015
+    _WhichOneofReturnType__region: _TypeAlias = _typing.Literal["region"]  # noqa: Y015
+    _WhichOneofArgType__region: _TypeAlias = _typing.Literal["_region", b"_region"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_weight_milli) -> _WhichOneofReturnType__queue_weight_milli | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__region) -> _WhichOneofReturnType__region | None: ...
 
 Global___OrganizationConfiguration: _TypeAlias = OrganizationConfiguration  # noqa: Y015
 

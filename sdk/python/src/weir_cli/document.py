@@ -98,6 +98,7 @@ ORGANIZATION = Section(
         "name": text("name"),
         "currency": text("currency_code"),
         "queue_weight": thousandths("queue_weight_milli"),
+        "region": text("region"),
         "billing_profile": Sections("billing_profile", BILLING_PROFILE, is_list=False),
         "resale_prices": Sections("resale_prices", RESALE_PRICE, prune="prune_resale_prices"),
         "quotas": QUOTAS,

@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
 org = typer.Typer(
     help=(
-        "Create, rename, suspend, resume, close and list organizations; set their billing"
+        "Create, rename, suspend, resume, bind, close and list organizations; set their billing"
         " profiles and queue weights."
     ),
     no_args_is_help=True,
@@ -127,6 +127,7 @@ ORGANIZATIONS: Table[Organization] = Table(
         "organization": "name",
         "currency": "currency_code",
         "weight": lambda each: f"{each.queue_weight_milli / 1000:g}",
+        "region": lambda each: each.region or "any",
         "state": suspension_text,
         "created": "create_time",
         "id": "organization_id",
@@ -461,6 +462,28 @@ def confirmed_name(
     make_console(stderr=True).print(effects_table(effects, of_organization=of_organization))
     answer: str = typer.prompt(f"Nothing undoes this. Type {name} to close it", err=True)
     return answer
+
+
+@org.command("bind")
+@calls(admin_client, shown=ORGANIZATIONS)
+def bind_organization(
+    client: AdminClient,
+    organization: OrganizationArgument,
+    region: Annotated[str, typer.Argument(help="A region of the fleet.", metavar="REGION")],
+) -> Organization:
+    """Keep the texts of an organization in one region: its servers and engines, and no others.
+
+    Servers elsewhere refuse its keys. Its running requests end, and can be sent again to a server
+    in the region.
+    """
+    return client.bind_organization(organization, region)
+
+
+@org.command("unbind")
+@calls(admin_client, shown=ORGANIZATIONS)
+def unbind_organization(client: AdminClient, organization: OrganizationArgument) -> Organization:
+    """Let the requests of an organization run in any region again."""
+    return client.bind_organization(organization, "")
 
 
 @project.command("create")
