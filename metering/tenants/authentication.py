@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 from sqlalchemy import (
@@ -60,6 +61,8 @@ BOUND_KEY_INVALID = (
     "The key that acts for you in this organization is revoked or expired. Ask an administrator of"
     " the organization for access."
 )
+# Condition for `select_principal`: the bound key with this id
+IS_BOUND_KEY = and_(ApiKey.id == bindparam("api_key_id"), ApiKey.secret_hash.is_(None))
 PREFIX_FORM = re.compile(rf"wk_[a-z0-9]{{{PREFIX_LENGTH}}}", re.ASCII)
 
 
@@ -134,7 +137,7 @@ class Principal:
 
     @property
     def credentials(self) -> frozenset[bytes]:
-        """Hashes of what was sent; the end of one of them ends the requests of the caller."""
+        """Hashes of the secret or token; the end of one of them ends the caller's requests."""
         return frozenset({self.secret_hash}) if self.token is None else self.token.marks
 
     def may_use(self, model: str) -> bool:
@@ -259,6 +262,7 @@ def select_principal(
     )
 
 
+@cache  # building it per call took as long as the query
 def select_principal_of_secret() -> Select[Any]:
     """Build the query for the principal of a secret, present or replaced, by its hash."""
     replaced = (
@@ -276,10 +280,10 @@ def select_principal_of_secret() -> Select[Any]:
     )
 
 
-IS_BOUND_KEY = and_(ApiKey.id == bindparam("api_key_id"), ApiKey.secret_hash.is_(None))
-# Built once: building it per call took as long as the query.
-PRINCIPAL_OF_SECRET = select_principal_of_secret()
-PRINCIPAL_OF_BOUND_KEY = select_principal(IS_BOUND_KEY)
+@cache
+def select_principal_of_bound_key() -> Select[Any]:
+    """Build the query for the principal of a bound key, by its id."""
+    return select_principal(IS_BOUND_KEY)
 
 
 async def authenticate(session: AsyncSession, secret: str) -> Principal:
@@ -291,7 +295,7 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
     if SECRET_FORM.fullmatch(secret) is None:
         raise KeyInvalid()
     secret_hash = hash_of(secret)
-    result = await session.execute(PRINCIPAL_OF_SECRET, {"secret_hash": secret_hash})
+    result = await session.execute(select_principal_of_secret(), {"secret_hash": secret_hash})
     if (row := result.one_or_none()) is None:
         raise KeyInvalid()
     return principal_of_row(row, secret_hash)
@@ -303,7 +307,7 @@ async def authenticate_bound(session: AsyncSession, api_key_id: uuid.UUID) -> Pr
     The caller has proved by other means whom the key acts for. Raises: KeyInvalid, for a key that
     has a secret as well.
     """
-    result = await session.execute(PRINCIPAL_OF_BOUND_KEY, {"api_key_id": api_key_id})
+    result = await session.execute(select_principal_of_bound_key(), {"api_key_id": api_key_id})
     if (row := result.one_or_none()) is None:
         raise KeyInvalid(BOUND_KEY_INVALID)
     return principal_of_row(row)

@@ -60,6 +60,11 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
     "key": Command(
         "weir_cli.tenants:key", "Create, rotate, change, revoke and list API keys.", ADMIN
     ),
+    "token-issuer": Command(
+        "weir_cli.token_issuers:token_issuers",
+        "Let tokens of your identity provider call instead of keys.",
+        ADMIN,
+    ),
     "quota": Command("weir_cli.tenants:quota", "Set, show and remove limits.", ADMIN),
     "end-user": Command(
         "weir_cli.tenants:end_users", "Show and erase your customers' own users.", ADMIN
