@@ -77,13 +77,13 @@ CODE = re.compile(r"\.(py|ts|mjs|css|html|h|cpp|sql)$|(^|/)Dockerfile$|\.Dockerf
 LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 112_720),
     "fault injection": (("chaos/",), 1_059),
-    "command line": (("sdk/python/src/weir_cli/",), 9_040),
-    "Python client": (("sdk/python/",), 7_503),
-    "TypeScript client": (("sdk/typescript/",), 6_583),
+    "command line": (("sdk/python/src/weir_cli/",), 9_412),
+    "Python client": (("sdk/python/",), 7_562),
+    "TypeScript client": (("sdk/typescript/",), 6_663),
     "benchmarks": (("bench/",), 11_392),
     "demo": (("demo/",), 4_524),
     "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_760),
-    "tests": (("tests/",), 133_420),
+    "tests": (("tests/",), 134_050),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")

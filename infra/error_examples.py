@@ -231,6 +231,8 @@ def examples() -> tuple[Exception, ...]:
             ["acme has no e-mail address: set one with `weir org billing acme --email`"]
         ),
         metering_errors.PriceMissing("large", "EUR"),
+        metering_errors.InvitationInvalid(),
+        metering_errors.LastOwner("acme"),
         metering_errors.KeyRevoked(
             "The key wk_xxtklc5q is revoked, which cannot be undone. Create another one."
         ),

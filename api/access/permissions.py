@@ -29,6 +29,7 @@ BILL_READERS = ADMINS | RESELLERS | {Role.VIEWER}
 READERS = BILL_READERS | {Role.DEVELOPER}
 MEMBERS = READERS - {Role.BILLING}
 INVITED = frozenset({Role.INVITED})
+EVERY_KEY = frozenset(Role) - INVITED
 
 
 # By service. The row of a new RPC is its name, beside the calls that need the same permission.
@@ -123,7 +124,7 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
         ),
     ),
     "weir.v1.ReceiptService": (
-        allowed("receipt_keys.read", frozenset(Role), "ListReceiptKeys"),  # public keys: no secret
+        allowed("receipt_keys.read", EVERY_KEY, "ListReceiptKeys"),  # public keys: no secret
         allowed("receipts.read", BILL_READERS, "ListReceipts", "GetReceiptMonth"),
     ),
 }

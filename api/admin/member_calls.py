@@ -1,6 +1,6 @@
 """RPCs for members, invitations, service accounts and persons.
 
-Nobody gives, changes or takes away more than its own permissions: an administrator makes no owner
+A caller gives, changes and takes away only permissions that it has: an administrator makes no owner
 and removes none.
 """
 
@@ -102,7 +102,9 @@ class InvitationCalls(AuthenticatedServicer):
         token = bearer_token(context)
         if not token.startswith(invitations.TOKEN_PREFIX):
             await self._caller(context)  # no key has the permission
-            raise PermissionDenied("This call needs the token of an invitation.")
+            raise PermissionDenied(
+                "This call needs the token of an invitation. Send it as the bearer token."
+            )
         origin = self._authenticator.origin_of(context)
         async with (
             self._authenticator.throttle.attempt(origin.peer, lambda: False),
@@ -308,8 +310,8 @@ def check_rotates(caller: Principal, key: KeyRecord) -> None:
     """Raise PermissionDenied if the caller would get a secret of another person's own key."""
     if key.owner.person_id not in (None, caller.person_id):
         raise PermissionDenied(
-            f"The key {key.prefix} belongs to a person, who alone may replace its secret. Revoke it"
-            " instead."
+            f"The key {key.prefix} belongs to a person, who alone may replace its secret. Ask that"
+            " person, or revoke the key."
         )
 
 

@@ -43,7 +43,12 @@ async def record_change(
     before: Snapshot | None = None,
     after: Snapshot | None = None,
 ) -> None:
-    """Add an audit entry. `before` is None for a new object, `after` None for a deleted one."""
+    """Add an audit entry. `before` is None for a new object, `after` None for a deleted one.
+
+    The database adds the caller: its role, organization, person and address, from the settings of
+    the transaction (`metering/store/border.py`).
+    """
+    assert before is not None or after is not None, f"{action} has no state to record"
     entry = {"actor": actor, "action": action, "subject_id": subject_id}
     await session.execute(insert(AuditEntry).values(entry | {"before": before, "after": after}))
 

@@ -176,8 +176,7 @@ class InvitationInvalid(KeyInvalid):
 
     def __init__(self) -> None:
         super().__init__(
-            "Your invitation is unknown, used, revoked or expired. Ask whoever invited you for"
-            " another one."
+            "Your invitation is unknown, used, revoked or expired. Ask for another one."
         )
 
 
@@ -189,7 +188,7 @@ class LastOwner(MeteringError):
     def __init__(self, organization: str) -> None:
         super().__init__(
             f"This is the last owner of the organization {organization!r}, which would have none"
-            " left. Make another member owner first."
+            " left. Change the role of another member to owner first."
         )
         self.organization = organization
 

@@ -380,7 +380,7 @@ async def end_key(session: AsyncSession, key_id: uuid.UUID, actor: str) -> ApiKe
 
 
 def is_membership(key: KeyRecord) -> bool:
-    """Return whether a key acts for a member who has signed in."""
+    """Return whether a key acts for a signed-in member."""
     return key.is_bound and key.owner.person_id is not None
 
 

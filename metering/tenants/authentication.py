@@ -1,7 +1,7 @@
 """Authentication of callers by the secrets of API keys, or by a bound key, which has no secret.
 
 A secret is shown once, at its creation; only its SHA-256 is stored. A bound key acts for a caller
-that is known by other means, such as a person who has signed in: nothing that a caller can send
+that is known by other means, such as a signed-in person: nothing that a caller can send
 authenticates it.
 """
 

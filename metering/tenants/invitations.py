@@ -1,8 +1,8 @@
 """Invitations to organizations: by e-mail address, with a role, until a time.
 
 A token accepts an invitation once. It is shown once, to the caller that invites or resends; only
-its SHA-256 is stored. Whoever presents it becomes a member as the person of the address, so only
-that organization is at stake. Functions take a session and never commit.
+its SHA-256 is stored. Its presenter becomes a member as the person of the address, so only that
+organization is at stake. Functions take a session and never commit.
 """
 
 from __future__ import annotations
@@ -153,10 +153,10 @@ async def accept_invitation(
 ) -> Accepted:
     """Make the presenter of a token a member, as the person of the invited address.
 
-    `display_name` is that of a person who is new to the service. With `create_key`, the member gets
-    a key with a secret too, of the same role. The token is used up, whoever else presents it at the
-    same time. The audit log names the new member, calling from `address`, and the issuer of the
-    token as the creator of the bound key. Raises: InvitationInvalid, InvalidValue.
+    `display_name` is the name of a person that the service does not know. With `create_key`, the
+    member gets a key with a secret too, of the same role. Of several calls at the same time, one
+    uses up the token. The audit log names the new member, calling from `address`, and the issuer of
+    the token as the creator of the bound key. Raises: InvitationInvalid, InvalidValue.
     """
     if TOKEN_FORM.fullmatch(token) is None:
         raise InvitationInvalid

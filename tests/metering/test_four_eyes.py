@@ -423,7 +423,7 @@ def people(sessions: Sessions, database_url: str, customer: Customer) -> People:
 
 
 @pytest.mark.parametrize("case", PEOPLE)
-async def test_persons_are_told_apart(people: People, case: str) -> None:
+async def test_persons_are_distinguished(people: People, case: str) -> None:
     acts, approver, cause = PEOPLE[case]
     await people.emit(*acts.split("; "))
     if "proposes" not in acts:

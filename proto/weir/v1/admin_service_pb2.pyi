@@ -219,8 +219,8 @@ class ApiKey(_message.Message):
     permits calls beside those of the scopes. Empty: none.
     """
     is_bound: _builtins.bool
-    """True for a key without a secret: it acts for a member who has signed in, or for callers whose
-    tokens are trusted. No secret authenticates it, and it cannot be rotated.
+    """True for a key without a secret: it acts for a signed-in member, or for callers whose tokens
+    are trusted. No secret authenticates it, and it cannot be rotated.
     """
     person_id: _builtins.str
     """The person whom the key belongs to. It ends with the person's membership. Empty: none."""

@@ -488,7 +488,7 @@ class AcceptInvitationRequest(_message.Message):
     CREATE_KEY_FIELD_NUMBER: _builtins.int
     display_name: _builtins.str
     """Name of the person, at most 100 characters. Empty: the part of the address before the "@". The
-    name of a person who is a member elsewhere stays.
+    name of a member of another organization stays.
     """
     create_key: _builtins.bool
     """Also creates a key with a secret, of the same role, which belongs to the person."""

@@ -592,7 +592,7 @@ export interface RevokeInvitationOptions extends CallOptionsOf {
 export interface AcceptInvitationOptions extends CallOptionsOf {
   /**
    * Name of the person, at most 100 characters. Empty: the part of the address before the "@". The
-   * name of a person who is a member elsewhere stays.
+   * name of a member of another organization stays.
    */
   readonly displayName?: string | undefined;
   /** Also creates a key with a secret, of the same role, which belongs to the person. */

@@ -1364,8 +1364,8 @@ export interface ApiKey {
    */
   readonly role: string;
   /**
-   * True for a key without a secret: it acts for a member who has signed in, or for callers whose
-   * tokens are trusted. No secret authenticates it, and it cannot be rotated.
+   * True for a key without a secret: it acts for a signed-in member, or for callers whose tokens
+   * are trusted. No secret authenticates it, and it cannot be rotated.
    */
   readonly isBound: boolean;
   /** The person whom the key belongs to. It ends with the person's membership. Empty: none. */

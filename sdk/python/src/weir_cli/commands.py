@@ -60,6 +60,11 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
     "key": Command(
         "weir_cli.tenants:key", "Create, rotate, change, revoke and list API keys.", ADMIN
     ),
+    "member": Command("weir_cli.members:member", "Invite, change and remove members.", ADMIN),
+    "service-account": Command(
+        "weir_cli.members:service_account", "Manage programs that own keys.", ADMIN
+    ),
+    "person": Command("weir_cli.members:person", "See and deactivate persons.", ADMIN),
     "token-issuer": Command(
         "weir_cli.token_issuers:token_issuers",
         "Let tokens of your identity provider call instead of keys.",

@@ -40,6 +40,7 @@ from weir_cli.texts import (
     key_state,
     labelled,
     money_text,
+    owner_text,
     parse_limit,
     parse_selector,
     parse_span,
@@ -138,6 +139,7 @@ KEYS: Table[ApiKey] = Table(
         "of": lambda each: f"{each.organization_name}/{each.project_name}",
         "prefix": "prefix",
         "group": lambda each: each.group or None,
+        "owner": owner_text,
         "scopes": lambda each: " ".join((*each.scopes, each.role)).strip(),
         "models": lambda each: " ".join(each.models) or "all",
         "state": key_state,
@@ -145,8 +147,8 @@ KEYS: Table[ApiKey] = Table(
         "last used": use_text,
         "id": "api_key_id",
     },
-    optional={"group": lambda each: each.group},
-    drop=("id", "created", "models", "last used", "scopes"),
+    optional={"group": lambda each: each.group, "owner": owner_text},
+    drop=("id", "created", "models", "last used", "owner", "scopes"),
 )
 QUOTAS: Table[QuotaStatus] = Table(
     {
@@ -458,6 +460,15 @@ def create_key(
             help="Succeed if the project has a working key of this name and scopes already.",
         ),
     ] = False,
+    service_account: Annotated[
+        str,
+        typer.Option(
+            metavar="ACCOUNT", help="Service account that the key belongs to, by name or id."
+        ),
+    ] = "",
+    own: Annotated[
+        bool, typer.Option("--own", help="The key belongs to you, and ends with your membership.")
+    ] = False,
     as_json: JsonOption = False,
     **terms: Any,
 ) -> None:
@@ -468,6 +479,8 @@ def create_key(
         project_or_default(project, client.address),
         name,
         lifetime=lifetime,
+        service_account=service_account,
+        own=own,
         allow_existing=if_missing,
         **values_of(TERMS["key"], terms),
     )

@@ -453,11 +453,20 @@ def key_state(key: ApiKey, now: datetime | None = None) -> str:
     if key.expire_time is not None and key.expire_time <= (now or datetime.now(UTC)):
         return f"expired {time_text(key.expire_time)}"
     state = f"until {time_text(key.expire_time)}" if key.expire_time else "active"
+    if key.is_bound:
+        return f"{state}, without a secret"
     return (
         f"{state}, two secrets until {time_text(key.overlap_end_time)}"
         if key.overlap_end_time
         else state
     )
+
+
+def owner_text(key: ApiKey) -> str | None:
+    """Name the kind of owner of a key; None if it belongs to its project alone."""
+    if key.person_id:
+        return "person"
+    return "service account" if key.service_account_id else None
 
 
 def suspension_text(owner: Organization | Project) -> str:

@@ -1209,7 +1209,7 @@ class AsyncAdminCalls(UnaryClient):
         unknown, used, revoked or expired, UNAUTHENTICATED with the reason INVITATION_INVALID.
 
         `display_name`: Name of the person, at most 100 characters. Empty: the part of the address
-            before the "@". The name of a person who is a member elsewhere stays.
+            before the "@". The name of a member of another organization stays.
         `create_key`: Also creates a key with a secret, of the same role, which belongs to the
             person.
         """

@@ -1443,8 +1443,8 @@ class ApiKey(Value):
     """Role of the key in its organization: "owner", "admin", "developer", "finance" or "viewer". It
     permits calls beside those of the scopes. Empty: none."""
     is_bound: bool = False
-    """True for a key without a secret: it acts for a member who has signed in, or for callers whose
-    tokens are trusted. No secret authenticates it, and it cannot be rotated."""
+    """True for a key without a secret: it acts for a signed-in member, or for callers whose tokens
+    are trusted. No secret authenticates it, and it cannot be rotated."""
     person_id: str = ""
     """The person whom the key belongs to. It ends with the person's membership. Empty: none."""
     service_account_id: str = ""
