@@ -99,7 +99,13 @@ class TokenCalls(AuthenticatedServicer):
                 name=request.value,
                 actor=actor,
             )
-            return pb.RevokeTokensResponse(expire_time=wire.timestamp(expires_at))
+            return pb.RevokeTokensResponse(
+                revocation=pb.TokenRevocation(
+                    claim=request.claim,
+                    value=request.value,
+                    expire_time=wire.timestamp(expires_at),
+                )
+            )
 
 
 def projects_of(texts: Iterable[str], *, has_claim: bool) -> dict[str, str]:

@@ -218,8 +218,10 @@ import {
 import {
   TokenIssuerSchema,
   TokenProjectSchema,
+  TokenRevocationSchema,
   type TokenIssuer as TokenIssuerMessage,
   type TokenProject as TokenProjectMessage,
+  type TokenRevocation as TokenRevocationMessage,
 } from "./gen/weir/v1/tokens_pb.js";
 import {
   BillingProfileSchema,
@@ -346,6 +348,7 @@ import {
   type TokenLogprob,
   type TokenLogprobs,
   type TokenProject,
+  type TokenRevocation,
   type UndrainedReplica,
   type Usage,
   type UsageForecast,
@@ -1513,6 +1516,16 @@ export function tokenIssuer(
     labelClaims: value.labelClaims,
     projects: value.projects.map((each) => tokenProject(each)),
     createTime: date(value.createTime),
+  };
+}
+
+export function tokenRevocation(
+  value: TokenRevocationMessage = create(TokenRevocationSchema),
+): TokenRevocation {
+  return {
+    claim: value.claim,
+    value: value.value,
+    expireTime: date(value.expireTime),
   };
 }
 

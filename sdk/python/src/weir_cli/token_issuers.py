@@ -113,9 +113,9 @@ def revoke(
     value: Annotated[str, typer.Argument(help="Value of the claim.")],
 ) -> Output:
     """Refuse tokens that were issued, and end their running requests on all servers."""
-    until = client.revoke_tokens(issuer, claim, value)
-    message = f"tokens with {claim} {value} are refused; the last of them ends {time_text(until)}"
-    return {"claim": claim, "value": value, "expire_time": until}, message
+    revocation = client.revoke_tokens(issuer, claim, value)
+    until = time_text(revocation.expire_time)
+    return revocation, f"tokens with {claim} {value} are refused; the last of them ends {until}"
 
 
 @token_issuers.command("remove")

@@ -20,6 +20,6 @@ QuotaDimension QuotaStatus QuotaSubject Quote Reconciliation RecordedRequest Ref
 RemovedMember Replica ReplicaDrain ReplicaList ReplicaRental ReplicaState RequestCounts RequestPhase
 ResalePrice ResaleStatement ResaleStatementFormat ResaleStatementLine ResentInvitation RotatedApiKey
 ServedFleet ServiceAccount SimulatedCustomer Stage Suspension Timings TokenIssuer TokenKind
-TokenLogprob TokenLogprobs TokenProject UndrainedReplica Usage UsageForecast UsageGrouping UsagePage
-UsageReport UsageRow UsageShare
+TokenLogprob TokenLogprobs TokenProject TokenRevocation UndrainedReplica Usage UsageForecast
+UsageGrouping UsagePage UsageReport UsageRow UsageShare
 """
