@@ -155,8 +155,8 @@ TERMS = {
             "--label-claim",
         ),
         Term("models", "words", "Allow this model only; repeat for more.", "--model"),
-        Term("max_input_tokens", "count", "Most input tokens of a request. 0 is no limit."),
-        Term("max_output_tokens", "count", "Most output tokens of a request. 0 is no limit."),
+        Term("max_input_tokens", "count", "Most input tokens of a request. 0 removes the limit."),
+        Term("max_output_tokens", "count", "Most output tokens of a request. 0 removes the limit."),
     ),
     "quota": (
         Term(
