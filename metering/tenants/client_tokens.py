@@ -122,7 +122,9 @@ async def create_client_token(
     )
     live = select(func.count()).where(own, ClientToken.expires_at > func.now())
     if (await session.scalar(live) or 0) >= LIVE_MAX:
-        raise InvalidValue("api_key", f"has {LIVE_MAX:,} client tokens that have not expired")
+        raise InvalidValue(
+            "api_key", f"must have at most {LIVE_MAX:,} client tokens: wait until some have expired"
+        )
     secret = "wct_" + "".join(secrets.choice(BASE62) for _ in range(SECRET_LENGTH))
     values = {
         "api_key_id": maker.api_key_id,

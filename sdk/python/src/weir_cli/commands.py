@@ -66,9 +66,7 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
     ),
     "person": Command("weir_cli.members:person", "See and deactivate persons.", ADMIN),
     "token-issuer": Command(
-        "weir_cli.token_issuers:token_issuers",
-        "Let tokens of your identity provider call instead of keys.",
-        ADMIN,
+        "weir_cli.token_issuers:token_issuers", "Trust tokens of an identity provider.", ADMIN
     ),
     "quota": Command("weir_cli.tenants:quota", "Set, show and remove limits.", ADMIN),
     "end-user": Command(
