@@ -82,7 +82,7 @@ class TokenCallers:
         if not found:
             raise TokenInvalid(
                 "no trusted issuer has its `iss` and `aud`",
-                "Compare them with `weir token-issuer list`.",
+                "Check them with `weir token-issuer list`.",
             )
         if len(found) > 1:
             raise TokenInvalid("several of its audiences are trusted, and it must have one")

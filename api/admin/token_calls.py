@@ -99,7 +99,13 @@ class TokenCalls(AuthenticatedServicer):
                 name=request.value,
                 actor=actor,
             )
-            return pb.RevokeTokensResponse(expire_time=wire.timestamp(expires_at))
+            return pb.RevokeTokensResponse(
+                revocation=pb.TokenRevocation(
+                    claim=request.claim,
+                    value=request.value,
+                    expire_time=wire.timestamp(expires_at),
+                )
+            )
 
 
 def projects_of(texts: Iterable[str], *, has_claim: bool) -> dict[str, str]:
@@ -115,7 +121,7 @@ def projects_of(texts: Iterable[str], *, has_claim: bool) -> dict[str, str]:
                 else f"{text[:64]!r} must be a project, or set `project_claim` too",
             )
         if value in found:
-            raise InvalidValue("projects", f"{value[:64]!r} is there twice")
+            raise InvalidValue("projects", f"{value[:64]!r} must be there once")
         found[value] = project
     return found
 

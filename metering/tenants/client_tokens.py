@@ -43,6 +43,7 @@ ORIGINS_MAX = 10
 ORIGIN_CHARS_MAX = 255
 LIVE_MAX = 100_000  # of one key: more are a loop that makes them
 KEPT = timedelta(days=1)  # rows of expired tokens, so that a late call reads why it is refused
+USED_UP = "it has made all of its requests"
 REMEDY = "Send a new one from your application's server."
 
 
@@ -121,7 +122,9 @@ async def create_client_token(
     )
     live = select(func.count()).where(own, ClientToken.expires_at > func.now())
     if (await session.scalar(live) or 0) >= LIVE_MAX:
-        raise InvalidValue("api_key", f"has {LIVE_MAX:,} client tokens that have not expired")
+        raise InvalidValue(
+            "api_key", f"must have at most {LIVE_MAX:,} client tokens: wait until some have expired"
+        )
     secret = "wct_" + "".join(secrets.choice(BASE62) for _ in range(SECRET_LENGTH))
     values = {
         "api_key_id": maker.api_key_id,
@@ -199,7 +202,7 @@ async def authenticate_client_token(session: AsyncSession, secret: str) -> Princ
     if row.left_s <= 0:
         raise TokenInvalid("it has expired", REMEDY, row.origins)
     if row.is_used_up:
-        raise TokenInvalid("it has made all of its requests", REMEDY, row.origins)
+        raise TokenInvalid(USED_UP, REMEDY, row.origins)
     token = TokenTerms(
         end_user=row.end_user,
         marks=frozenset({secret_hash}),
@@ -234,4 +237,6 @@ async def count_requests(session: AsyncSession, client_token_id: uuid.UUID, coun
     )
     if await session.scalar(counted) is None:
         row = await session.get_one(ClientToken, client_token_id)
-        raise TokenInvalid("it has made all of its requests", REMEDY, row.origins)
+        ended = "it has expired" if row.request_count + count <= row.max_requests else USED_UP
+        why = ended if row.revoked_at is None else "it was revoked"
+        raise TokenInvalid(why, REMEDY, row.origins)

@@ -12,8 +12,9 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
-from sqlalchemy import LargeBinary, and_, bindparam, delete, func, or_, select, update
+from sqlalchemy import LargeBinary, Select, bindparam, delete, func, or_, select, update
 from sqlalchemy.dialects.postgresql import ARRAY, insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -331,9 +332,12 @@ async def find_trusted(
     ]
 
 
-_REVOKED = (
-    select(TokenRevocation.mark)
-    .where(
+def select_principal_of_token() -> Select[Any]:
+    """Build the query for the principal of a verified token, by its bound key.
+
+    One statement, so that a token costs a call as many round trips as a secret.
+    """
+    revocations = select(TokenRevocation.mark).where(
         TokenRevocation.mark == func.any(bindparam("marks", type_=ARRAY(LargeBinary))),
         TokenRevocation.expires_at > func.now(),
         or_(
@@ -341,18 +345,16 @@ _REVOKED = (
             TokenRevocation.revoked_at >= bindparam("issued_at"),
         ),
     )
-    .exists()
-)
-_IS_TRUSTED = (
-    select(TokenKey.api_key_id)
-    .join(TokenIssuer, TokenIssuer.id == TokenKey.token_issuer_id)
-    .where(and_(TokenKey.api_key_id == ApiKey.id, TokenIssuer.removed_at.is_(None)))
-    .exists()
-)
-# One statement, so that a token costs a call as many round trips as a secret
-PRINCIPAL_OF_TOKEN = (
-    select_principal(IS_BOUND_KEY).where(_IS_TRUSTED).add_columns(_REVOKED.label("is_revoked"))
-)
+    trusted = (
+        select(TokenKey.api_key_id)
+        .join(TokenIssuer, TokenIssuer.id == TokenKey.token_issuer_id)
+        .where(TokenKey.api_key_id == ApiKey.id, TokenIssuer.removed_at.is_(None))
+    )
+    query = select_principal(IS_BOUND_KEY).where(trusted.exists())
+    return query.add_columns(revocations.exists().label("is_revoked"))
+
+
+PRINCIPAL_OF_TOKEN = select_principal_of_token()
 
 
 async def authenticate_token(

@@ -47,8 +47,15 @@ class World:
         self.double = double
         self.now = NOW
         self.elapsed_s = 0.0
-        self.keys = IssuerKeys(clock=lambda: self.elapsed_s, read=read or double.read)
+        self.reads = asyncio.Event()  # of the second read
+        self.keys = IssuerKeys(clock=lambda: self.elapsed_s, read=read or self._read)
         self.verifier = TokenVerifier(self.keys, clock=lambda: self.now)
+
+    async def _read(self, *_: object) -> bytes:
+        found = await self.double.read()
+        if self.double.read_count > 1:
+            self.reads.set()
+        return found
 
     def issuer(self, **changes: Any) -> Issuer:
         return Issuer(KeySource(self.double.url), AUDIENCE, **changes)
@@ -301,10 +308,34 @@ async def test_a_source_is_read_again_while_its_keys_are_used(world: World) -> N
 
     world.elapsed_s += REFRESH_S + 1
     assert await world.verify(token) == "ada", "nobody waits for it"
-    await world.verify(world.double.token())  # waits for the read that the one before has begun
+    async with asyncio.timeout(5):
+        await world.reads.wait()
+        await asyncio.sleep(0.05)  # the set is parsed in a thread
 
     with pytest.raises(TokenInvalid, match="no key with this"):
         await world.verify(token)
+
+
+async def test_a_key_serves_its_own_algorithm_only(world: World) -> None:
+    """A token without a key id needs an issuer with one key that fits."""
+    world.double.algorithm, world.double.signing = "RS256", key_of("RSA", "own")
+    public: dict[str, Any] = dict(world.double.signing.as_dict(private=False))
+    for algorithm, count in (("RS256", 1), ("RS384", 0), (None, 1)):
+        keys = json.dumps({"keys": [public | ({"alg": algorithm} if algorithm else {})]})
+        source = KeySource(world.double.url, keys=keys)
+        world.keys._read = issuer_keys.read_key_set
+        token = parse_token(world.double.token())
+        if count:
+            await world.verifier.verify(token, Issuer(source, AUDIENCE))
+        else:
+            with pytest.raises(TokenInvalid, match="no key with this"):
+                await world.verifier.verify(token, Issuer(source, AUDIENCE))
+    both = [public, dict(key_of("RSA", "other").as_dict(private=False))]
+    source = KeySource(world.double.url, keys=json.dumps({"keys": both}))
+    with pytest.raises(TokenInvalid, match="exactly one"):
+        await world.verifier.verify(
+            parse_token(world.double.token({"kid": None})), Issuer(source, AUDIENCE)
+        )
 
 
 async def test_invented_key_ids_cause_one_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Callers with tokens of a trusted issuer: what they may do, when it ends, and who may trust."""
+"""Callers with tokens of a trusted issuer: their rights, the end of them, and trust."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ async def test_claims_narrow_what_the_key_may_do(world: World) -> None:
         max_output_tokens_claim="limit",
         label_claims=["team"],
     )
-    claims = {"aud": "narrow", "models": [MODEL], "limit": 5, "team": "search"}
+    claims: dict[str, Any] = {"aud": "narrow", "models": [MODEL], "limit": 5, "team": "search"}
     token, one = world.issuer.token(**claims), world.pair[0]
 
     async with one.stream(token) as stream:
@@ -258,10 +258,34 @@ async def test_revoked_tokens_end_in_every_process(world: World, claim: str, val
         await untouched.cancel(streams[untouched])
     assert "it was revoked" in (await world.refused(token))[1]
     assert await world.models(spared) == [MODEL]
-    lasts_s = answer.expire_time.seconds - time.time()
+    lasts_s = answer.revocation.expire_time.seconds - time.time()
     assert 3600 < lasts_s < 3700, "until the last token that it concerns has expired"
     for service in world.pair:
         await service.no_hold_left(world.tenant)
+
+
+async def test_a_revoked_client_token_ends_its_request_in_another_process(world: World) -> None:
+    one, other = world.pair
+    fields = {"call": "completions", "model": MODEL, "end_user": "ada"}
+    async with calls(one, world.tenant.secret) as call:
+        token = (await call("CreateClientToken", **fields)).value
+        headers = {"authorization": f"Bearer {token}"}
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 3000, "stream": True}
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.post(f"{other.openai_url}/completions", json=body) as response,
+        ):
+            await response.content.readline()
+            started = time.monotonic()
+            revoked = await call("RevokeClientTokens", end_user="ada")
+            text = (await response.content.read()).decode()
+            assert time.monotonic() - started < WITHIN_S
+    assert revoked.revoked_count == 1
+    assert "Your token was revoked." in text
+    async with calls(one, world.issuer.token()) as call:
+        refusal = await call.refused("CreateClientToken", **fields)
+    assert refusal.code == StatusCode.PERMISSION_DENIED, "no token makes tokens"
+    await other.no_hold_left(world.tenant)
 
 
 async def test_a_subject_may_come_back_and_a_session_may_not(world: World) -> None:

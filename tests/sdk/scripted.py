@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc, types_pb2
+from weir.v1 import tokens_pb2 as token_pb
 from weir.v1 import usage_reports_pb2 as usage_pb
 from weir_client.loop_thread import LoopThread
 
@@ -112,6 +113,16 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
         self, request: usage_pb.GetOwnUsageRequest, context: Any
     ) -> usage_pb.GetOwnUsageResponse:
         return await self._answer(request, context, usage_pb.GetOwnUsageResponse())
+
+    async def CreateClientToken(
+        self, request: token_pb.CreateClientTokenRequest, context: Any
+    ) -> token_pb.CreateClientTokenResponse:
+        return await self._answer(request, context, token_pb.CreateClientTokenResponse())
+
+    async def RevokeClientTokens(
+        self, request: token_pb.RevokeClientTokensRequest, context: Any
+    ) -> token_pb.RevokeClientTokensResponse:
+        return await self._answer(request, context, token_pb.RevokeClientTokensResponse())
 
     async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
         return await self._answer(request, context, pb.EmbedResponse())

@@ -36,7 +36,7 @@ class Caller:
 
     `received_at` and `deadline`, the latest time to start, are on the monotonic clock. `bounds` are
     the token limits per request of the key. `address` is None if it is unknown. `trace` is the
-    trace that the request belongs to, `credentials` the hashes of what was sent to authenticate it.
+    trace that the request belongs to, `credentials` the hashes of its secret or token.
     `on_admitted` is called once the request is admitted. `models` are those that the key may use;
     empty for all. `token` has the terms of a token that was sent instead of a secret. `region` is
     the one that the organization is bound to; empty for none.

@@ -443,7 +443,37 @@ class RevokeTokensResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    REVOCATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def revocation(self) -> Global___TokenRevocation:
+        """The revocation."""
+
+    def __init__(
+        self,
+        *,
+        revocation: Global___TokenRevocation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["revocation", b"revocation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["revocation", b"revocation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokeTokensResponse: _TypeAlias = RevokeTokensResponse  # noqa: Y015
+
+@_typing.final
+class TokenRevocation(_message.Message):
+    """Tokens of an issuer that are refused before they expire."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLAIM_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    claim: _builtins.str
+    """The claim that names the tokens: "jti", "sid" or "sub"."""
+    value: _builtins.str
+    """Its value."""
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When the last of them would have expired, and the revocation is forgotten."""
@@ -451,15 +481,17 @@ class RevokeTokensResponse(_message.Message):
     def __init__(
         self,
         *,
+        claim: _builtins.str = ...,
+        value: _builtins.str = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "expire_time", b"expire_time", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RevokeTokensResponse: _TypeAlias = RevokeTokensResponse  # noqa: Y015
+Global___TokenRevocation: _TypeAlias = TokenRevocation  # noqa: Y015
 
 @_typing.final
 class CreateClientTokenRequest(_message.Message):

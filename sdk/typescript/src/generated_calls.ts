@@ -77,6 +77,7 @@ import {
   type ServedFleet,
   type ServiceAccount,
   type TokenIssuer,
+  type TokenRevocation,
   type UndrainedReplica,
   type UsageForecast,
 } from "./generated_values.js";
@@ -1779,7 +1780,7 @@ export class AdminCalls extends UnaryClient {
     claim: string,
     value: string,
     options: CallOptionsOf = {},
-  ): Promise<datetime | None> {
+  ): Promise<TokenRevocation> {
     const init = defined({
       tokenIssuerId: tokenIssuer,
       claim: claim,
@@ -1787,7 +1788,7 @@ export class AdminCalls extends UnaryClient {
     });
     const method = AdminService.method.revokeTokens;
     const response = await this.connection.call(method, init, options);
-    return wire.datetime | None(response.expireTime);
+    return wire.tokenRevocation(response.revocation);
   }
 
   /**

@@ -2087,6 +2087,16 @@ export interface TokenIssuer {
   readonly createTime: Date | undefined;
 }
 
+/** Tokens of an issuer that are refused before they expire. */
+export interface TokenRevocation {
+  /** The claim that names the tokens: "jti", "sid" or "sub". */
+  readonly claim: string;
+  /** Its value. */
+  readonly value: string;
+  /** When the last of them would have expired, and the revocation is forgotten. */
+  readonly expireTime: Date | undefined;
+}
+
 /** Kind of a token, each of which has its own price. unspecified: newer than this client. */
 export type TokenKind =
   | "unspecified"

@@ -231,8 +231,10 @@ import {
 import {
   TokenIssuerSchema,
   TokenProjectSchema,
+  TokenRevocationSchema,
   type TokenIssuer as TokenIssuerMessage,
   type TokenProject as TokenProjectMessage,
+  type TokenRevocation as TokenRevocationMessage,
 } from "./gen/weir/v1/tokens_pb.js";
 import {
   BillingProfileSchema,
@@ -365,6 +367,7 @@ import {
   type TokenLogprob,
   type TokenLogprobs,
   type TokenProject,
+  type TokenRevocation,
   type UndrainedReplica,
   type Usage,
   type UsageForecast,
@@ -1592,6 +1595,16 @@ export function tokenIssuer(
     labelClaims: value.labelClaims,
     projects: value.projects.map((each) => tokenProject(each)),
     createTime: date(value.createTime),
+  };
+}
+
+export function tokenRevocation(
+  value: TokenRevocationMessage = create(TokenRevocationSchema),
+): TokenRevocation {
+  return {
+    claim: value.claim,
+    value: value.value,
+    expireTime: date(value.expireTime),
   };
 }
 

@@ -65,6 +65,9 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
         "weir_cli.members:service_account", "Manage programs that own keys.", ADMIN
     ),
     "person": Command("weir_cli.members:person", "See and deactivate persons.", ADMIN),
+    "token-issuer": Command(
+        "weir_cli.token_issuers:token_issuers", "Trust tokens of an identity provider.", ADMIN
+    ),
     "quota": Command("weir_cli.tenants:quota", "Set, show and remove limits.", ADMIN),
     "end-user": Command(
         "weir_cli.tenants:end_users", "Show and erase your customers' own users.", ADMIN

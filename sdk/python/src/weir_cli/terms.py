@@ -129,6 +129,35 @@ TERMS = {
             label="role",
         ),
     ),
+    "token issuer": (
+        Term("keys_url", "text", "URL of its public keys. Default: its discovery document has it."),
+        Term(
+            "algorithms",
+            "words",
+            "Accept this algorithm only, such as ES256; repeat for more. Default: all safe ones.",
+            "--algorithm",
+        ),
+        Term("token_type", "text", "Required header `typ`, such as at+jwt."),
+        Term(
+            "requires_id",
+            "switch",
+            "Refuse tokens without `jti`. Default: accept them.",
+            "--require-id/--no-require-id",
+        ),
+        Term("project_claim", "text", "Claim whose value chooses among the projects."),
+        Term("end_user_claim", "text", "Claim that names the end user, such as sub."),
+        Term("models_claim", "text", "Claim with the allowed models."),
+        Term("max_output_tokens_claim", "text", "Claim with the output tokens per request."),
+        Term(
+            "label_claims",
+            "words",
+            "Claim that becomes a label of each request; repeat for more.",
+            "--label-claim",
+        ),
+        Term("models", "words", "Allow this model only; repeat for more.", "--model"),
+        Term("max_input_tokens", "count", "Most input tokens of a request. 0 removes the limit."),
+        Term("max_output_tokens", "count", "Most output tokens of a request. 0 removes the limit."),
+    ),
     "quota": (
         Term(
             "enforced",

@@ -81,6 +81,7 @@ from weir_client.generated_values import (
     ServedFleet,
     ServiceAccount,
     TokenIssuer,
+    TokenRevocation,
     UndrainedReplica,
     UsageForecast,
 )
@@ -1141,7 +1142,7 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.ListTokenIssuers, request)
         return [wire.read(TokenIssuer, each) for each in response.token_issuers]
 
-    async def revoke_tokens(self, token_issuer: str, claim: str, value: str) -> datetime | None:
+    async def revoke_tokens(self, token_issuer: str, claim: str, value: str) -> TokenRevocation:
         """Revokes a token, or all of a session or subject; their requests end in every process.
         Idempotent.
 
@@ -1154,7 +1155,7 @@ class AsyncAdminCalls(UnaryClient):
             tokens_pb2.RevokeTokensRequest, token_issuer_id=token_issuer, claim=claim, value=value
         )
         response = await self._call(self._stub.RevokeTokens, request)
-        return wire.read(datetime | None, response.expire_time)
+        return wire.read(TokenRevocation, response.revocation)
 
     async def get_fleet(self, number: int = 0) -> ServedFleet:
         """Returns a version of the fleet, and the version that each process serves.

@@ -2243,6 +2243,18 @@ class TokenIssuer(Value):
     """When it was trusted."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenRevocation(Value):
+    """Tokens of an issuer that are refused before they expire."""
+
+    claim: str = ""
+    """The claim that names the tokens: "jti", "sid" or "sub"."""
+    value: str = ""
+    """Its value."""
+    expire_time: datetime | None = None
+    """When the last of them would have expired, and the revocation is forgotten."""
+
+
 class TokenKind(StrEnum):
     """Kind of a token, each of which has its own price."""
 
