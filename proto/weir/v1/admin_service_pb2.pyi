@@ -36,6 +36,7 @@ class Organization(_message.Message):
     BILLING_PROFILE_FIELD_NUMBER: _builtins.int
     QUEUE_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
     SUSPENSION_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
     CLOSURE_FIELD_NUMBER: _builtins.int
     organization_id: _builtins.str
     """Server-generated UUID."""
@@ -47,6 +48,8 @@ class Organization(_message.Message):
     """How much it counts in the fair queue, in thousandths: under load, twice the weight is twice the
     service. 1000 if it was never set.
     """
+    region: _builtins.str
+    """The region that its requests do not leave. Empty: it is bound to none."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """Time of creation."""
@@ -73,11 +76,12 @@ class Organization(_message.Message):
         billing_profile: _types_pb2.BillingProfile | None = ...,
         queue_weight_milli: _builtins.int = ...,
         suspension: Global___Suspension | None = ...,
+        region: _builtins.str = ...,
         closure: _closures_pb2.Closure | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "closure", b"closure", "create_time", b"create_time", "suspension", b"suspension"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "closure", b"closure", "create_time", b"create_time", "currency_code", b"currency_code", "name", b"name", "organization_id", b"organization_id", "queue_weight_milli", b"queue_weight_milli", "suspension", b"suspension"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "closure", b"closure", "create_time", b"create_time", "currency_code", b"currency_code", "name", b"name", "organization_id", b"organization_id", "queue_weight_milli", b"queue_weight_milli", "region", b"region", "suspension", b"suspension"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -600,6 +604,56 @@ class CloseOrganizationResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CloseOrganizationResponse: _TypeAlias = CloseOrganizationResponse  # noqa: Y015
+
+@_typing.final
+class BindOrganizationRequest(_message.Message):
+    """Binds an organization to a region."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of the organization. Unknown: NOT_FOUND."""
+    region: _builtins.str
+    """A region of the fleet; others: INVALID_ARGUMENT. Empty: bound to none."""
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+        region: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization", "region", b"region"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BindOrganizationRequest: _TypeAlias = BindOrganizationRequest  # noqa: Y015
+
+@_typing.final
+class BindOrganizationResponse(_message.Message):
+    """The organization."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def organization(self) -> Global___Organization:
+        """With its region."""
+
+    def __init__(
+        self,
+        *,
+        organization: Global___Organization | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BindOrganizationResponse: _TypeAlias = BindOrganizationResponse  # noqa: Y015
 
 @_typing.final
 class ListOrganizationsRequest(_message.Message):

@@ -75,6 +75,11 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.CloseOrganizationRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.CloseOrganizationResponse.FromString,
                 _registered_method=True)
+        self.BindOrganization = channel.unary_unary(
+                '/weir.v1.AdminService/BindOrganization',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.BindOrganizationRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.BindOrganizationResponse.FromString,
+                _registered_method=True)
         self.ListOrganizations = channel.unary_unary(
                 '/weir.v1.AdminService/ListOrganizations',
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.ListOrganizationsRequest.SerializeToString,
@@ -462,6 +467,16 @@ class AdminServiceServicer:
         """Closes an organization for good: all of its keys are revoked, its running requests end in every
         process as `failed` with the reason ORGANIZATION_CLOSED, its rentals end, and nothing opens it
         again. Its months close as always, and all records stay. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BindOrganization(self, request, context):
+        """Binds an organization to a region of the fleet, or to none. Servers elsewhere refuse the calls
+        of its keys as PERMISSION_DENIED with the reason BOUND_TO_REGION, and its requests run only on
+        engines that are known to be there. Its running requests end in every process with that reason
+        and their final usage; after an unbinding they go on. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -993,6 +1008,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.CloseOrganizationRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.CloseOrganizationResponse.SerializeToString,
             ),
+            'BindOrganization': grpc.unary_unary_rpc_method_handler(
+                    servicer.BindOrganization,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.BindOrganizationRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.BindOrganizationResponse.SerializeToString,
+            ),
             'ListOrganizations': grpc.unary_unary_rpc_method_handler(
                     servicer.ListOrganizations,
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.ListOrganizationsRequest.FromString,
@@ -1476,6 +1496,33 @@ class AdminService:
             '/weir.v1.AdminService/CloseOrganization',
             weir_dot_v1_dot_admin__service__pb2.CloseOrganizationRequest.SerializeToString,
             weir_dot_v1_dot_admin__service__pb2.CloseOrganizationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BindOrganization(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/BindOrganization',
+            weir_dot_v1_dot_admin__service__pb2.BindOrganizationRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.BindOrganizationResponse.FromString,
             options,
             channel_credentials,
             insecure,

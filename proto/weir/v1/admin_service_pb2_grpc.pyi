@@ -67,6 +67,12 @@ class AdminServiceStub:
     process as `failed` with the reason ORGANIZATION_CLOSED, its rentals end, and nothing opens it
     again. Its months close as always, and all records stay. Idempotent.
     """
+    BindOrganization: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.BindOrganizationRequest, _admin_service_pb2.BindOrganizationResponse]
+    """Binds an organization to a region of the fleet, or to none. Servers elsewhere refuse the calls
+    of its keys as PERMISSION_DENIED with the reason BOUND_TO_REGION, and its requests run only on
+    engines that are known to be there. Its running requests end in every process with that reason
+    and their final usage; after an unbinding they go on. Idempotent.
+    """
     ListOrganizations: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListOrganizationsRequest, _admin_service_pb2.ListOrganizationsResponse]
     """Lists organizations by name."""
     SetBillingProfile: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetBillingProfileRequest, _admin_service_pb2.SetBillingProfileResponse]
@@ -274,6 +280,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Closes an organization for good: all of its keys are revoked, its running requests end in every
     process as `failed` with the reason ORGANIZATION_CLOSED, its rentals end, and nothing opens it
     again. Its months close as always, and all records stay. Idempotent.
+    """
+    BindOrganization: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.BindOrganizationRequest, _admin_service_pb2.BindOrganizationResponse]  # type: ignore[assignment]
+    """Binds an organization to a region of the fleet, or to none. Servers elsewhere refuse the calls
+    of its keys as PERMISSION_DENIED with the reason BOUND_TO_REGION, and its requests run only on
+    engines that are known to be there. Its running requests end in every process with that reason
+    and their final usage; after an unbinding they go on. Idempotent.
     """
     ListOrganizations: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListOrganizationsRequest, _admin_service_pb2.ListOrganizationsResponse]  # type: ignore[assignment]
     """Lists organizations by name."""
@@ -509,6 +521,18 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Closes an organization for good: all of its keys are revoked, its running requests end in every
         process as `failed` with the reason ORGANIZATION_CLOSED, its rentals end, and nothing opens it
         again. Its months close as always, and all records stay. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def BindOrganization(
+        self,
+        request: _admin_service_pb2.BindOrganizationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.BindOrganizationResponse, _abc.Awaitable[_admin_service_pb2.BindOrganizationResponse]]:
+        """Binds an organization to a region of the fleet, or to none. Servers elsewhere refuse the calls
+        of its keys as PERMISSION_DENIED with the reason BOUND_TO_REGION, and its requests run only on
+        engines that are known to be there. Its running requests end in every process with that reason
+        and their final usage; after an unbinding they go on. Idempotent.
         """
 
     @_abc_1.abstractmethod

@@ -903,6 +903,29 @@ export class AdminCalls extends UnaryClient {
   }
 
   /**
+   * Binds an organization to a region of the fleet, or to none. Servers elsewhere refuse the calls
+   * of its keys as PermissionDenied with the reason BOUND_TO_REGION, and its requests run only on
+   * engines that are known to be there. Its running requests end in every process with that reason
+   * and their final usage; after an unbinding they go on. Idempotent.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param region A region of the fleet; others: InvalidRequest. Empty: bound to none.
+   */
+  async bindOrganization(
+    organization: string,
+    region: string,
+    options: CallOptionsOf = {},
+  ): Promise<Organization> {
+    const init = defined({
+      organization: organization,
+      region: region,
+    });
+    const method = AdminService.method.bindOrganization;
+    const response = await this.connection.call(method, init, options);
+    return wire.organization(response.organization);
+  }
+
+  /**
    * Lists organizations by name.
    */
   async listOrganizations(

@@ -1301,6 +1301,8 @@ export interface Organization {
   readonly queueWeightMilli: number;
   /** Why its requests are refused. Unset: they are not, or it is closed. */
   readonly suspension: Suspension | undefined;
+  /** The region that its requests do not leave. Empty: it is bound to none. */
+  readonly region: string;
   /** When and why it was closed for good. Unset: it is open. */
   readonly closure: Closure | undefined;
 }

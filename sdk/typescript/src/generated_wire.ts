@@ -1055,6 +1055,7 @@ export function organization(
     billingProfile: value.billingProfile && billingProfile(value.billingProfile),
     queueWeightMilli: count(value.queueWeightMilli),
     suspension: value.suspension && suspension(value.suspension),
+    region: value.region,
     closure: value.closure && closure(value.closure),
   };
 }

@@ -193,6 +193,21 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.CloseOrganization, request)
         return wire.read(ClosedOrganization, response)
 
+    async def bind_organization(self, organization: str, region: str) -> Organization:
+        """Binds an organization to a region of the fleet, or to none. Servers elsewhere refuse the
+        calls of its keys as PermissionDenied with the reason BOUND_TO_REGION, and its requests run
+        only on engines that are known to be there. Its running requests end in every process with
+        that reason and their final usage; after an unbinding they go on. Idempotent.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `region`: A region of the fleet; others: InvalidRequest. Empty: bound to none.
+        """
+        request = wire.request(
+            admin_service_pb2.BindOrganizationRequest, organization=organization, region=region
+        )
+        response = await self._call(self._stub.BindOrganization, request)
+        return wire.read(Organization, response.organization)
+
     async def list_organizations(self) -> list[Organization]:
         """Lists organizations by name."""
         request = wire.request(
@@ -1434,6 +1449,7 @@ class BlockingAdminCalls(BlockingUnaryClient):
     suspend_organization = blocking(AsyncAdminCalls.suspend_organization)
     resume_organization = blocking(AsyncAdminCalls.resume_organization)
     close_organization = blocking(AsyncAdminCalls.close_organization)
+    bind_organization = blocking(AsyncAdminCalls.bind_organization)
     list_organizations = blocking(AsyncAdminCalls.list_organizations)
     set_billing_profile = blocking(AsyncAdminCalls.set_billing_profile)
     set_queue_weight = blocking(AsyncAdminCalls.set_queue_weight)

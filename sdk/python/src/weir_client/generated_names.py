@@ -7,7 +7,7 @@ from __future__ import annotations
 
 VALUES = """
 AcceptedInvitation Adjustment AdjustmentState Alert AlertDelivery AlertDeliveryState AlertInvoice
-AlertKey AlertWebhook ApiKey AppliedConfiguration AppliedFleet AppliedPrice AuditEntry
+AlertKey AlertWebhook ApiKey AppliedConfiguration AppliedFleet AppliedPrice AuditEntry AuditPage
 BillingProfile ChangeAction ClosedMonth ClosedOrganization ClosedProject Closure ClosureEffects
 ConfigurationChange ConfigurationViolation CreatedAlertWebhook CreatedApiKey CreatedInvitation
 CreditBalance CreditGrant CreditNoteSummary DocumentFormat DrainedReplica EndUser EndUserLimits
@@ -21,6 +21,6 @@ Reconciliation RecordedRequest RefusedField RemainingCredit RemovedMember Replic
 ReplicaList ReplicaRental ReplicaState RequestCounts RequestPhase ResalePrice ResaleStatement
 ResaleStatementFormat ResaleStatementLine ResentInvitation RotatedApiKey ServedFleet ServiceAccount
 SimulatedCustomer Stage Suspension Timings TokenIssuer TokenKind TokenLogprob TokenLogprobs
-TokenProject UndrainedReplica Usage UsageForecast UsageGrouping UsagePage UsageReport UsageRow
-UsageShare
+TokenProject TokenRevocation UndrainedReplica Usage UsageForecast UsageGrouping UsagePage
+UsageReport UsageRow UsageShare
 """

@@ -1398,6 +1398,8 @@ class Organization(Value):
     the service. 1000 if it was never set."""
     suspension: Suspension | None = None
     """Why its requests are refused. Unset: they are not, or it is closed."""
+    region: str = ""
+    """The region that its requests do not leave. Empty: it is bound to none."""
     closure: Closure | None = None
     """When and why it was closed for good. Unset: it is open."""
 
