@@ -100,6 +100,8 @@ def sessions_of(caller: Principal, sessions: Sessions) -> Sessions:
         organization_id=caller.organization_id,
         is_bound=not is_operator(caller),
         project_id=caller.project_id if own_project else None,
+        person_id=caller.person_id,
+        address=caller.address,
     )
     return acting(sessions, actor)
 

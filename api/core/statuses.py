@@ -55,6 +55,7 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
         errors.KeyRevokedMidway,
         metering_errors.KeyInvalid,
         metering_errors.TokenInvalid,
+        metering_errors.InvitationInvalid,
     ),
     code_pb2.PERMISSION_DENIED: (
         errors.AddressNotAllowed,
@@ -114,6 +115,7 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
         metering_errors.BillingDetailsMissing,
         metering_errors.PriceMissing,
         metering_errors.KeyRevoked,
+        metering_errors.LastOwner,
         metering_errors.MonthClosed,
         metering_errors.MonthNotClosable,
         metering_errors.MonthOpen,

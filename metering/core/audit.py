@@ -15,8 +15,11 @@ from metering.core.models import AuditEntry, Base
 from metering.core.pages import check_page_size
 
 # References of a row to its owners.
-OWNER_COLUMNS = ("subject_id", "within_id", "organization_id", "project_id", "api_key_id")
-UNLOGGED = frozenset({"secret_hash", "secret"})  # columns that must not be logged
+OWNER_COLUMNS = (
+    *("subject_id", "within_id", "organization_id", "project_id", "api_key_id"),
+    *("person_id", "service_account_id"),
+)
+UNLOGGED = frozenset({"secret_hash", "secret", "token_hash"})  # columns that must not be logged
 
 Snapshot = dict[str, Any]
 

@@ -162,6 +162,31 @@ class KeyRevoked(MeteringError):
     reason = "KEY_REVOKED"
 
 
+class InvitationInvalid(MeteringError):
+    """The token of the invitation is unknown, used, revoked or expired; the reply hides which."""
+
+    reason = "INVITATION_INVALID"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Your invitation is unknown, used, revoked or expired. Ask whoever invited you for"
+            " another one."
+        )
+
+
+class LastOwner(MeteringError):
+    """The change would leave the organization without an owner. Make another member owner first."""
+
+    reason = "LAST_OWNER"
+
+    def __init__(self, organization: str) -> None:
+        super().__init__(
+            f"This is the last owner of the organization {organization!r}, which would have none"
+            " left. Make another member owner first."
+        )
+        self.organization = organization
+
+
 class PriceMissing(MeteringError):
     """No price is in force for the model. Set one."""
 

@@ -230,6 +230,27 @@ class Membership(Base):
     removed_at: Mapped[datetime | None]
 
 
+class Invitation(Base):
+    """Invitation to an organization. Only the SHA-256 of its token is stored.
+
+    `issuer` is the actor who last got a token.
+    """
+
+    __tablename__ = "invitations"
+
+    id: Mapped[GeneratedId]
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    project_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("projects.id"))
+    email: Mapped[str]
+    role: Mapped[str]
+    token_hash: Mapped[bytes] = mapped_column(unique=True)
+    issuer: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    expires_at: Mapped[datetime]
+    accepted_at: Mapped[datetime | None]
+    revoked_at: Mapped[datetime | None]
+
+
 class ServiceAccount(Base):
     """Program of an organization that owns keys. Its keys have its role."""
 
@@ -295,9 +316,7 @@ class GroupMembership(Base):
 
     __tablename__ = "group_memberships"
 
-    membership_id: Mapped[uuid.UUID] = mapped_column(
-        ForeignKey("memberships.id"), primary_key=True
-    )
+    membership_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("memberships.id"), primary_key=True)
     provider: Mapped[str]
 
 
@@ -316,6 +335,9 @@ class AuditEntry(Base):
     # Of the key that made the change; the role is empty or None if that was not a key.
     actor_role: Mapped[str | None] = mapped_column(server_default=FetchedValue())
     actor_organization_id: Mapped[uuid.UUID | None] = mapped_column(server_default=FetchedValue())
+    # The person whose key it was, and the network address of the caller, if they are known.
+    actor_person_id: Mapped[uuid.UUID | None] = mapped_column(server_default=FetchedValue())
+    actor_address: Mapped[str | None] = mapped_column(server_default=FetchedValue())
 
 
 class ServiceTier(StrEnum):

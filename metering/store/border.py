@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address
 
 from sqlalchemy import Connection, event
 from sqlalchemy.ext.asyncio import async_sessionmaker
@@ -22,7 +23,7 @@ SCHEMA = "organization_border"
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Caller of a transaction: the role and the organization that the audit log names.
+    """Caller of a transaction: the role, organization, person and address that the audit log names.
 
     `is_bound` confines the transaction to the organization, and `project_id` to that project of it.
     """
@@ -31,11 +32,18 @@ class Actor:
     organization_id: uuid.UUID
     is_bound: bool
     project_id: uuid.UUID | None = None
+    person_id: uuid.UUID | None = None
+    address: IPv4Address | IPv6Address | None = None
 
     @property
     def settings(self) -> str:
         """SQL that applies to the rest of the transaction. It takes no snapshot."""
-        values = {"weir.actor_role": self.role, "weir.actor_organization": self.organization_id}
+        values = {
+            "weir.actor_role": self.role,
+            "weir.actor_organization": self.organization_id,
+            "weir.actor_person": self.person_id or "",
+            "weir.actor_address": self.address or "",
+        }
         if self.is_bound:
             values |= {
                 "weir.organization": self.organization_id,

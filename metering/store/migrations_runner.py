@@ -69,6 +69,7 @@ UPDATED = frozenset(
         "document_series",
         "export_progress",
         "holds",
+        "invitations",
         "launched_replicas",
         "live_reports",
         "memberships",

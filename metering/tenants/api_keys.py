@@ -52,6 +52,7 @@ KEY_NAME_MAX_CHARS = 100
 LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum within the range of a timestamp
 OVERLAP = timedelta(hours=24)  # a working day to deploy the new secret
 OVERLAP_MAX = timedelta(days=30)  # a longer overlap would leave a leaked secret in use
+OF_MEMBERSHIP = "{} acts for a member; change or remove the member instead"
 EXPIRY_MIN, EXPIRY_MAX = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
 
 
@@ -65,6 +66,10 @@ class KeyOwner:
     person_id: uuid.UUID | None = None
     service_account_id: uuid.UUID | None = None
     creator_id: uuid.UUID | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return self.person_id is not None or self.service_account_id is not None
 
 
 NO_OWNER = KeyOwner()
@@ -253,12 +258,23 @@ async def update_api_key(
     if terms is not None:
         await lock_groups(session, record.organization_id)
     key = await _changeable(session, record)
+    if is_membership(record) and (expires_at is not None or never_expires):
+        raise InvalidValue("expire_time", f"cannot be set: {OF_MEMBERSHIP.format(key.prefix)}")
     requested: dict[str, object] = {
         "name": key.name if name is None else checked_key_name(name),
         "expires_at": None if never_expires else (expires_at or key.expires_at),
     }
     if terms is not None:
         requested |= checked_terms(terms(record_of(KeyTerms, key)))
+        if record.owner.is_known and (list(key.scopes), key.role) != (
+            requested["scopes"],
+            requested["role"],
+        ):
+            raise InvalidValue(
+                "role",
+                f"{key.prefix} has the role of its owner: change that of the member or service"
+                " account, or create a key without an owner",
+            )
     values = {column: value for column, value in requested.items() if getattr(key, column) != value}
     if not values:
         return record
@@ -337,12 +353,26 @@ async def revoke_api_key(session: AsyncSession, *, api_key: str, actor: str) -> 
     Raises: NotFound.
     """
     found = await find_api_key(session, api_key)
-    key = await locked_key(session, found.id)
+    if is_membership(found):
+        raise InvalidValue(
+            "api_key", f"cannot be revoked alone: {OF_MEMBERSHIP.format(found.prefix)}"
+        )
+    return replace(found, revoked_at=(await end_key(session, found.id, actor)).revoked_at)
+
+
+async def end_key(session: AsyncSession, key_id: uuid.UUID, actor: str) -> ApiKey:
+    """Revoke a key of any kind, and cancel its requests. Idempotent."""
+    key = await locked_key(session, key_id)
     if key.revoked_at is not None:
-        return replace(found, revoked_at=key.revoked_at)
+        return key
     changed = await change_key(session, key, actor, "api_key.revoke", revoked_at=func.now())
     await cancel_requests_of_key(session, key.id)
-    return replace(found, revoked_at=changed.revoked_at)
+    return changed
+
+
+def is_membership(key: KeyRecord) -> bool:
+    """Return whether a key acts for a member who has signed in."""
+    return key.is_bound and key.owner.person_id is not None
 
 
 async def _changeable(session: AsyncSession, record: KeyRecord) -> ApiKey:

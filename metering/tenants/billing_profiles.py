@@ -143,6 +143,19 @@ async def set_billing_profile(
     return checked
 
 
+def check_email(email: str, field: str) -> None:
+    """Check an e-mail address. Raises: InvalidValue."""
+    if len(email) > EMAIL_CHARS_MAX or len(email.partition("@")[0]) > LOCAL_PART_CHARS_MAX:
+        limits = (
+            f"at most {EMAIL_CHARS_MAX} characters, {LOCAL_PART_CHARS_MAX} of them before the @"
+        )
+        raise InvalidValue(field, f"an address must have {limits}")
+    if not EMAIL_FORM.fullmatch(email):
+        raise InvalidValue(
+            field, f"{email!r} is not an e-mail address: write it as billing@example.com"
+        )
+
+
 def checked_profile(profile: BillingProfile) -> BillingProfile:
     """Validate a profile and return it. Raises: InvalidValue for the first invalid field."""
     if len(profile.emails) > EMAILS_MAX:
@@ -150,15 +163,7 @@ def checked_profile(profile: BillingProfile) -> BillingProfile:
             "emails", f"must have at most {EMAILS_MAX} addresses, got {len(profile.emails)}"
         )
     for email in profile.emails:
-        if len(email) > EMAIL_CHARS_MAX or len(email.partition("@")[0]) > LOCAL_PART_CHARS_MAX:
-            limits = (
-                f"at most {EMAIL_CHARS_MAX} characters, {LOCAL_PART_CHARS_MAX} of them before the @"
-            )
-            raise InvalidValue("emails", f"an address must have {limits}")
-        if not EMAIL_FORM.fullmatch(email):
-            raise InvalidValue(
-                "emails", f"{email!r} is not an e-mail address: write it as billing@example.com"
-            )
+        check_email(email, "emails")
     if len({email.lower() for email in profile.emails}) < len(profile.emails):
         raise InvalidValue("emails", "must not repeat an address")
     for name, chars_max in TEXT_CHARS_MAX.items():

@@ -46,6 +46,7 @@ from metering.tenants.authentication import (
     principal_of_row,
     select_principal,
 )
+from metering.tenants.invitations import project_for_member
 from metering.tenants.key_groups import lock_groups
 from metering.tenants.members import (
     DISPLAY_NAME_CHARS_MAX,
@@ -235,7 +236,7 @@ async def align_memberships(
     for rule in given:
         try:
             owner = await find_organization(session, rule.organization)
-            project = await project_for_members(session, owner, rule.project)
+            project = await project_for_member(session, owner, rule.project)
         except (NotFound, InvalidValue) as error:
             log.warning("sign_in_rule_ignored", provider=provider, cause=str(error))
             continue
