@@ -41,7 +41,8 @@ class Provider:
     """Identity provider with which persons sign in, as this server is registered there.
 
     Without `client_secret_file`, the server is a public client: PKCE alone protects the code.
-    `email_domains` are those whose addresses the provider may vouch for; empty: all.
+    `email_domains` are those whose addresses the provider vouches for, even if it does not say that
+    it verified them; empty: all that it verified.
     `groups_claim` has the names of the groups of a person, for `rules`.
     """
 

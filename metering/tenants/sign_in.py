@@ -1,9 +1,9 @@
 """Persons who sign in: who an identity is, the memberships that its groups make, and sessions.
 
 An identity is what a provider, chosen by the operator, says of a caller. Its person is known by
-issuer and subject, and is found by e-mail address at the first sign-in. A session has a secret, of
-which only the SHA-256 is stored, and acts with the bound keys of the person's memberships. Functions
-take a session of the database and never commit.
+issuer and subject, and is found by e-mail address at the first sign-in. Only the SHA-256 of a
+session's secret is stored. A session acts with the bound keys of the person's memberships.
+Functions take a session of the database and never commit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 import structlog
-from sqlalchemy import ColumnElement, and_, bindparam, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, and_, bindparam, delete, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -69,6 +69,7 @@ KEPT_FOR = timedelta(days=30)  # after the end of a session, to see in the list 
 LINK_LIFETIME, LINK_LIFETIME_MAX = timedelta(minutes=15), timedelta(days=1)
 TOUCHED_AFTER = timedelta(minutes=1)  # a use is noted at most that often
 SYSTEM = "system"
+LINK_INVALID = "The link is unknown, was used before, or has expired. Ask for another one."
 SESSION_ENDED = "Your session has ended. Sign in again."
 
 log = structlog.get_logger(__name__)
@@ -89,15 +90,6 @@ class SignInRefused(MeteringError):
     def __init__(self, reason: Refusal) -> None:
         super().__init__(reason)
         self.reason = reason
-
-
-class LinkInvalid(MeteringError):
-    """A link is unknown, used or expired."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "The link is unknown, was used before, or has expired. Ask for another one."
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,13 +494,13 @@ async def create_link(
 
 
 async def use_link(session: AsyncSession, secret: str) -> uuid.UUID:
-    """Use a link up, and return the id of its person. Raises: LinkInvalid."""
+    """Use a link up, and return the id of its person. Raises: KeyInvalid."""
     if LINK_FORM.fullmatch(secret) is None:
-        raise LinkInvalid
+        raise KeyInvalid(LINK_INVALID)
     used = delete(SignInLink).where(
         SignInLink.secret_hash == hash_of(secret), SignInLink.expires_at > func.now()
     )
     person_id: uuid.UUID | None = await session.scalar(used.returning(SignInLink.person_id))
     if person_id is None:
-        raise LinkInvalid
+        raise KeyInvalid(LINK_INVALID)
     return person_id
