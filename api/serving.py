@@ -11,17 +11,21 @@ import gc
 import os
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 import structlog
 
 from api.access.auth import Authenticator
+from api.access.issuer_keys import IssuerKeys
+from api.access.issuers import TokenVerifier
 from api.access.servicer import Reports
 from api.access.throttle import SharedFailures
 from api.access.tls import Tls, open_tls
+from api.access.token_callers import TokenCallers
 from api.admin.admin_service import AdminServicer
 from api.admin.billing_service import BillingServicer, HashedReceiptServicer, ReceiptServicer
 from api.console.console import ROOT, Console
@@ -43,7 +47,15 @@ from api.generation.request.queue_exchange import QueueExchange
 from api.generation.request.registry import RequestRegistry
 from api.generation.request.relay import Relays
 from api.keda.external_scaler import ExternalScaler
-from api.metrics.operator_http import BacklogReader, MetricsListener, Parts, Probes, Scrapes
+from api.metrics.operator_http import (
+    BacklogReader,
+    MetricsListener,
+    MetricsSource,
+    Parts,
+    Probes,
+    Scrapes,
+)
+from api.observability.collector import collector_of
 from api.observability.observer import Observer
 from api.observability.spans import Spans
 from api.openai.gateway import Gateway
@@ -85,6 +97,9 @@ from metering.store.db import (
     undurable_settings,
 )
 from metering.tenants.key_uses import KeyUses
+
+if TYPE_CHECKING:
+    from api.metrics.otlp import OtlpExport
 
 KEY_CONNECTIONS = 2  # separate from those of reports: a key lookup takes a millisecond
 # Thresholds of garbage collection. Requests leave no garbage and gRPC little, but a collection
@@ -203,6 +218,7 @@ class Server:
         await warn_of_undurable_server(self.admin_sessions)
         self.reports = Reports(create_sessions(report_store), database.report_connections_max)
         spans = open_spans(self.process_id)
+        self.metrics_export = open_metrics_export(self.process_id)
         if spans is not None:
             self._opened.push_async_callback(asyncio.to_thread, spans.close)
         self.journal = UsageJournal(settings.journal_directory, self.process_id)
@@ -215,6 +231,7 @@ class Server:
         self.observer.loop_lag.watch.start()
         self.holds = self._open_holds()
         self.pace = RateLimiter(settings.messages.frames_share_max)
+        self.issuer_keys = IssuerKeys(private=settings.access.private_issuers)
         self.authenticator = Authenticator(
             create_lookups(key_store),
             answer_wait_s=database.timeout_s,
@@ -223,6 +240,7 @@ class Server:
             used=self.uses.note,
             proxies=Proxies(settings.access.proxy_networks()),
             pace=self.pace,
+            tokens=TokenCallers(TokenVerifier(self.issuer_keys)),
         )
 
     def _open_holds(self) -> HoldStore:
@@ -313,6 +331,7 @@ class Server:
             fleet=self.fleet,
             in_thread=self.registry.in_thread,
             private_webhooks=self.settings.private_webhooks,
+            private_issuers=self.settings.access.private_issuers,
         )
         is_hashed = self.settings.receipt_subjects == "hashed"
         receipts = HashedReceiptServicer if is_hashed else ReceiptServicer
@@ -370,6 +389,7 @@ class Server:
         self._keep_running("target names", self.fleet.follow_names)
         self._keep_running("usage notices", self.notices.run)
         self._keep_running("key uses", self.uses.run)
+        self._keep_running("issuer keys", self.issuer_keys.run)
         self._keep_running("recovery", self.recover_regularly)
         self._keep_running("progress", self.registry.report_progress_regularly)
         self._keep_running("statistics log", partial(log_statistics_regularly, self.registry))
@@ -398,7 +418,12 @@ class Server:
     async def _listen(self, models: list[str]) -> None:
         """Start accepting connections, last on the gRPC port."""
         backlog_reader = BacklogReader(self.admin_sessions)
-        scrapes = Scrapes(self.parts, backlog_reader)
+        self.metrics_source = MetricsSource(self.parts, backlog_reader)
+        scrapes = Scrapes(self.metrics_source)
+        if self.metrics_export is not None:
+            self.metrics_source.exports = self.metrics_export.exports
+            export = partial(self.metrics_export.run, self.metrics_source)
+            self._keep_running("metrics export", export)
         await self.peer_server.start()
         await self.listener.start()
         await self.metrics.start(self.probes.before(scrapes.handle, with_parts=True))
@@ -465,6 +490,8 @@ class Server:
         await self.peer_server.stop(grace=1.0)
         await self.holds.release_preauthorized()
         await self.server.stop(grace=1.0)
+        if self.metrics_export is not None:
+            await self.metrics_export.close(self.metrics_source)
         await self.fleet.close()
         await self.launching.close()
         await self.listener.stop()
@@ -556,30 +583,40 @@ def open_spans(process_id: uuid.UUID, environment: Mapping[str, str] = os.enviro
 
     `process_id` identifies this process, as in holds. Raises: SettingInvalid.
     """
-    named = environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environment.get(
-        "OTEL_EXPORTER_OTLP_ENDPOINT"
-    )
-    is_off = (
-        environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
-        or environment.get("OTEL_TRACES_EXPORTER") == "none"
-    )
-    if not named or is_off:
+    if not (named := collector_of("TRACES", environment)):
         return None
-    for variable in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
-        if environment.get(variable, "grpc") not in ("", "grpc"):
-            raise SettingInvalid(
-                f"{variable}={environment[variable]!r}: must be grpc, which collectors take on port"
-                " 4317"
-            )
-    try:
+    with without_otel(named):
         from api.observability.otlp import OtlpSender
+    log.info("spans_sent", endpoint=named)
+    return Spans(OtlpSender(process_id))
+
+
+def open_metrics_export(
+    process_id: uuid.UUID, environment: Mapping[str, str] = os.environ
+) -> OtlpExport | None:
+    """Create the export of metrics by OTLP. Returns None if no variable names a collector.
+
+    Raises: SettingInvalid.
+    """
+    if not (named := collector_of("METRICS", environment)):
+        return None
+    with without_otel(named):
+        from api.metrics.otlp import ExportSettings, OtlpExport
+    settings = ExportSettings.from_environment(environment)
+    log.info("metrics_sent", endpoint=named)
+    return OtlpExport(process_id, settings)
+
+
+@contextlib.contextmanager
+def without_otel(endpoint: str) -> Iterator[None]:
+    """Turn a failed import of an optional package into an error that says what to install."""
+    try:
+        yield
     except ModuleNotFoundError as missing:
         remedy = "in a clone of the repository: pip install -e sdk/python -e '.[otel]'"
         raise SettingInvalid(
-            f"OTEL_EXPORTER_OTLP_ENDPOINT={named!r} needs the package {missing.name}, {remedy}"
+            f"OTEL_EXPORTER_OTLP_ENDPOINT={endpoint!r} needs the package {missing.name}, {remedy}"
         ) from missing
-    log.info("spans_sent", endpoint=named)
-    return Spans(OtlpSender(process_id))
 
 
 def run(

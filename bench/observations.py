@@ -1,5 +1,5 @@
 """CPU cost of observing requests and tokens: counts, against the client library's metrics; spans;
-a scrape.
+a scrape; an export by OTLP.
 
     python -m bench.observations
 
@@ -28,6 +28,7 @@ from api.generation.delivery.output_buffer import FlowControl
 from api.generation.parsing.start_frame import parse_start
 from api.generation.request.caller import Caller
 from api.metrics.operator_http import Families, request_metrics
+from api.metrics.otlp import Encoder
 from api.observability.observer import Ending, Gaps, Observer, record_of
 from api.observability.otlp import OtlpSender
 from api.observability.spans import STAGES, TraceContext
@@ -38,13 +39,17 @@ from metering.quotas.quota_rules import Payer
 
 RUNS, CALLS = 9, 2000
 MODEL, TIER = "demo", "interactive"
-TIMINGS = {f"{stage}_ms": 3.0 for stage in STAGES} | {"ttft_ms": 12.0, "total_ms": 30.0}
+TIMINGS = {f"{stage}_ms": 3.0 for stage in STAGES} | {
+    "ttft_ms": 12.0,
+    "total_ms": 30.0,
+    "tokens_per_second": 50.0,
+}
 SAMPLED, UNSAMPLED = (
     f"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-{flags}" for flags in ("01", "00")
 )
 
 
-class Encoder(SpanExporter):
+class EncodedSpans(SpanExporter):
     """Sink that encodes spans as an exporter does before it sends them."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -104,7 +109,7 @@ def slow_write() -> float:
 def prepare(_: argparse.Namespace) -> Iterator[Cases]:
     """Yield the calls to measure."""
     observer, ending, gaps = Observer([MODEL]), an_ending(), Gaps()
-    sender = OtlpSender(uuid.uuid4(), Encoder())
+    sender = OtlpSender(uuid.uuid4(), EncodedSpans())
 
     def case(name: str, **ways: tuple[Callable[[], object], int]) -> Case:
         def timed(call: Callable[[], object], count: int) -> Values:
@@ -119,6 +124,12 @@ def prepare(_: argparse.Namespace) -> Iterator[Cases]:
 
     counted = (lambda: observer.ended(ending), CALLS)
     text = (lambda: generate_latest(Families([*request_metrics(observer.counts)])), 20)
+    encoder = Encoder(uuid.uuid4(), "cumulative", time.time_ns())
+
+    def encode() -> None:
+        for message in encoder.messages(request_metrics(observer.counts), time.time_ns()):
+            message.request.SerializeToString()
+
     yield [
         case("the gap before a token", Weir=(lambda: gaps.note(0), 100 * CALLS)),
         Case("the stall of a slow write, per request", {"Weir": lambda: {"us": slow_write()}}),
@@ -135,6 +146,7 @@ def prepare(_: argparse.Namespace) -> Iterator[Cases]:
         ),
         case("counts of a model copied for a scrape", event_loop=(observer.counts.copy, 200)),
         case("their text", thread=text),
+        case("their messages by OTLP", thread=(encode, 20)),
     ]
 
 

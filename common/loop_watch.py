@@ -24,6 +24,7 @@ BLOCK_S = 0.2  # a longer block is an incident: every stream is several tokens l
 SAMPLE_S = BLOCK_S / 2  # silence before the first sample; each later one doubles it
 FRAMES_MAX = 12  # number of innermost frames in the log
 SOURCE = "event_loop"  # name of this source of incidents
+READERS = ("scrape", "otlp")  # of the longest block since the previous reading
 PACKAGES = frozenset({"api", "common", "inference", "metering", "weir_client"})
 # Modules whose frames are innermost while the loop waits for something to do.
 IDLE_MODULES = frozenset({"asyncio.base_events", "asyncio.runners", "selectors", "uvloop"})
@@ -104,7 +105,7 @@ class LoopWatch:
 
     def __init__(self) -> None:
         self.longest_s = 0.0  # block since the start
-        self._longest_recent_s = 0.0  # since the last `take_longest_s`
+        self._longest_recent_s = dict.fromkeys(READERS, 0.0)  # since its last `take_longest_s`
         self._beat_at = time.monotonic()
         self._lag_s: float | None = None  # the longest one reported since the last poll
         self._thread_id = threading.get_ident()
@@ -125,9 +126,9 @@ class LoopWatch:
         """Seconds since the last `beat`. Thread-safe."""
         return time.monotonic() - self._beat_at
 
-    def take_longest_s(self) -> float:
-        """Return the longest block since the previous call, in seconds, and reset it."""
-        longest_s, self._longest_recent_s = self._longest_recent_s, 0.0
+    def take_longest_s(self, reader: str) -> float:
+        """Return the longest block since this reader's previous call, in seconds, and reset it."""
+        longest_s, self._longest_recent_s[reader] = self._longest_recent_s[reader], 0.0
         return longest_s
 
     def start(self) -> None:
@@ -164,7 +165,8 @@ class LoopWatch:
         sample, self._sample = self._sample, None
         self._absent_s, self._sample_at_s = 0.0, SAMPLE_S
         self.longest_s = max(self.longest_s, blocked_s)
-        self._longest_recent_s = max(self._longest_recent_s, blocked_s)
+        for reader, longest_s in self._longest_recent_s.items():
+            self._longest_recent_s[reader] = max(longest_s, blocked_s)
         if blocked_s > BLOCK_S and sample is not None and not sample.is_idle:
             INCIDENT_COUNTS[SOURCE] += 1
             log_incident(

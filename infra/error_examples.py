@@ -145,6 +145,8 @@ def examples() -> tuple[Exception, ...]:
         ),
         errors.KeyRevokedMidway(KEY_REVOKED),
         metering_errors.KeyInvalid(),
+        metering_errors.OrganizationClosed("acme ended its contract"),
+        metering_errors.ProjectClosed("the search is replaced"),
         metering_errors.TokenInvalid("it has expired"),
         errors.AddressNotAllowed(parse_address("203.0.113.7")),
         errors.PermissionDenied(
@@ -231,6 +233,8 @@ def examples() -> tuple[Exception, ...]:
             ["acme has no e-mail address: set one with `weir org billing acme --email`"]
         ),
         metering_errors.PriceMissing("large", "EUR"),
+        metering_errors.InvitationInvalid(),
+        metering_errors.LastOwner("acme"),
         metering_errors.KeyRevoked(
             "The key wk_xxtklc5q is revoked, which cannot be undone. Create another one."
         ),

@@ -36,8 +36,11 @@ SCALARS = {
 NAMES = {
     "AppliedPrice.Source": "PriceSource",
     "ApplyConfigurationResponse": "AppliedConfiguration",
+    "AcceptInvitationResponse": "AcceptedInvitation",
     "ApplyFleetResponse": "AppliedFleet",
     "CloseMonthResponse": "ClosedMonth",
+    "CloseOrganizationResponse": "ClosedOrganization",
+    "CloseProjectResponse": "ClosedProject",
     "ConfigurationChange.Action": "ChangeAction",
     "CreateApiKeyResponse": "CreatedApiKey",
     "DrainReplicaResponse": "DrainedReplica",
@@ -51,6 +54,7 @@ NAMES = {
     "GetOwnUsageResponse": "UsageReport",
     "GetRequestResponse": "RecordedRequest",
     "GetUsageResponse": "UsagePage",
+    "InviteMemberResponse": "CreatedInvitation",
     "KillRequestResponse": "KilledRequest",
     "KillRequestResponse.Result": "KillResult",
     "ListLiveRequestsResponse": "LiveView",
@@ -60,6 +64,8 @@ NAMES = {
     "MonthDocumentFormat": "DocumentFormat",
     "PrepaidCreditSummary": "PrepaidCredit",
     "QuoteResponse": "Quote",
+    "RemoveMemberResponse": "RemovedMember",
+    "ResendInvitationResponse": "ResentInvitation",
     "RotateApiKeyResponse": "RotatedApiKey",
     "SetAlertWebhookResponse": "CreatedAlertWebhook",
     "UndrainReplicaResponse": "UndrainedReplica",
@@ -68,10 +74,10 @@ NAMES = {
 # Values that calls written by hand return or take; the others are found from the generated calls.
 ROOTS = (
     "Alert", "AuditEntry", "EndUser", "FinishReason", "Generation", "GetForecastResponse",
-    "GetOwnUsageResponse", "GetUsageResponse", "Invoice", "KeyRestrictions", "Model",
-    "MonthExportFormat", "Plan", "PlanAssignment", "ProgressFrame.Stage", "QuoteResponse",
+    "GetOwnUsageResponse", "GetUsageResponse", "Invitation", "Invoice", "KeyRestrictions", "Model",
+    "Member", "MonthExportFormat", "Plan", "PlanAssignment", "ProgressFrame.Stage", "QuoteResponse",
     "ResalePrice", "ResaleStatement", "ResaleStatementFormat", "ReplicaRental", "SimulatedCustomer",
-    "Timings",
+    "Person", "ServiceAccount", "Timings",
     "TokenLogprobs", "UsageGrouping",
 )  # fmt: skip
 # Values written by hand, and the modules that have them.
@@ -88,7 +94,9 @@ OPTIONAL = frozenset({
     "KeyRestrictions.max_output_tokens", "KilledRequest.generation", "Model.price", "Month.total",
     "MonthReport.billing_profile", "MonthReport.carried_in", "MonthReport.carried_out",
     "MonthReport.prepaid_credit", "MonthReport.rounding", "MonthReportLine.rounded_amount",
-    "Organization.billing_profile", "Organization.suspension", "Project.suspension",
+    "ClosureEffects.remaining_credit", "ClosureEffects.unbilled",
+    "Organization.billing_profile", "Organization.closure", "Organization.suspension",
+    "Project.closure", "Project.suspension",
     "ResalePrice.cached_input_picos_per_token", "ResalePrice.embedding_picos_per_token",
     "ResalePrice.input_picos_per_token", "ResalePrice.output_picos_per_token",
     "ResalePrice.reasoning_picos_per_token", "UsageForecast.expected", "UsageForecast.high",
@@ -169,6 +177,7 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "UpdateOrganization": "organization name",
         "SuspendOrganization": "organization reason",
         "ResumeOrganization": "organization",
+        "CloseOrganization": "organization",
         "ListOrganizations": "",
         "SetBillingProfile": "organization billing_profile:profile",
         "SetQueueWeight": "organization queue_weight_milli",
@@ -176,6 +185,7 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "UpdateProject": "project name",
         "SuspendProject": "project reason",
         "ResumeProject": "project",
+        "CloseProject": "project",
         "ListProjects": "organization",
         "CreateApiKey": "organization project name",
         "RotateApiKey": "api_key",
@@ -207,9 +217,25 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "DeleteAlertWebhook": "organization",
         "TestAlertWebhook": "organization",
         "EraseEndUser": "organization end_user",
+        "CreateTokenIssuer": "organization issuer audience projects",
+        "DeleteTokenIssuer": "token_issuer_id:token_issuer",
+        "ListTokenIssuers": "organization?",
+        "RevokeTokens": "token_issuer_id:token_issuer claim value",
         "GetFleet": "number?",
         "ApplyFleet": "document?",
         "ListFleetVersions": "",
+        "InviteMember": "organization email role",
+        "ResendInvitation": "invitation_id",
+        "RevokeInvitation": "invitation_id",
+        "AcceptInvitation": "display_name?",
+        "UpdateMember": "organization member role",
+        "RemoveMember": "organization member",
+        "CreateServiceAccount": "organization name",
+        "UpdateServiceAccount": "organization service_account role",
+        "DeleteServiceAccount": "organization service_account",
+        "UpdatePerson": "person display_name",
+        "DeactivatePerson": "person",
+        "ReactivatePerson": "person",
     },
     "BillingService": {
         "GetMonthReport": "organization month",
@@ -230,7 +256,10 @@ CALLS: Mapping[str, Mapping[str, str]] = {
     },
 }
 # Never sent twice by the client itself: only the first response has the secrets.
-ONCE = frozenset({"CreateApiKey", "RotateApiKey", "ApplyConfiguration"})
+ONCE = frozenset({
+    "CreateApiKey", "RotateApiKey", "ApplyConfiguration", "InviteMember", "ResendInvitation",
+    "AcceptInvitation",
+})  # fmt: skip
 # Responses of which one field is the result.
 RESULTS = {
     "CreateOrganization": "organization",
@@ -959,7 +988,10 @@ def typescript_call(found: Contract, service: str, method: Any, comment: str, fo
         if not each.default:
             init = init.removeprefix("{} && ")  # it is always there
         init = init.replace("{}", access).replace("#", name)
-        inits.append(f"      {camel(each.field)}: {init},")
+        line = f"      {camel(each.field)}: {init},"
+        if len(line) > COLUMNS_MAX:
+            line = line.replace(": ", f":\n{' ' * 8}", 1).replace(" && ", f" &&\n{' ' * 8}", 1)
+        inits.append(line)
     kind, value, result = result_of(found, method)
     kind = re.sub(r"list\[(\w+)\]", r"\1[]", kind).replace("bool", "boolean")
     if kind == "int":

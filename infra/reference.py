@@ -106,6 +106,7 @@ TRANSACTIONS: Mapping[TransactionKind, str] = {
     TransactionKind.CREDIT_GRANTED: "Prepaid credit that was granted.",
     TransactionKind.CREDIT_APPLIED: "Prepaid credit that pays for a month.",
     TransactionKind.CREDIT_EXPIRED: "Prepaid credit that expired unused.",
+    TransactionKind.CREDIT_REFUNDED: "Prepaid credit of a closed organization, to be paid back.",
     TransactionKind.ADJUSTMENT: "An approved adjustment or credit note.",
     TransactionKind.ROUNDING: "Difference between the exact total and the invoice.",
 }
@@ -420,7 +421,11 @@ def metric_families() -> list[MetricFamily]:
     tables: list[tuple[str, Iterable[str], tuple[str, ...]]] = [
         ("counter", (row[0] for row in operator_http.TOTALS), operator_http.REPLICA_LABELS),
         ("histogram", (row[0] for row in operator_http.TIMES), operator_http.REQUEST_LABELS),
-        ("histogram", (row[1] for row in operator_http.TIMES), operator_http.CONVENTIONAL_LABELS),
+        (
+            "histogram",
+            (row[0] for row in operator_http.CONVENTIONAL_TIMES),
+            operator_http.CONVENTIONAL_LABELS,
+        ),
         ("gauge", (row[0] for row in operator_http.QUEUES), ("model",)),
     ]
     meanings = operator_http.MEANINGS
@@ -478,7 +483,7 @@ def metrics_page() -> str:
             "refused",
         ),
         "Ledger, workers and export": ("cluster", "worker"),
-        "Spans": ("traces",),
+        "Spans and export": ("traces", "metric"),
     }
     groups: dict[str, list[MetricFamily]] = {
         part: [] for part in (*parts, "Process and connections")

@@ -19,7 +19,7 @@ import metering.invoicing.rentals
 import metering.plans.plan_admin
 import metering.pricing.resale_prices  # noqa: F401  # declares mapped classes on the base
 from metering.core.models import Base
-from metering.store.db import SETTLE, connection_options, sqlalchemy_url
+from metering.store.db import connection_options, settle_statement, sqlalchemy_url
 from metering.store.migrations_runner import MIGRATION_LOCK_ID
 
 # Tables used by SQL only, see `docs/internals/tables.md`. All other tables have a mapped class.
@@ -75,7 +75,7 @@ def run_migrations() -> None:
     with engine.connect() as connection:
         # Before the timeouts: another migration may run longer than `lock_timeout`.
         connection.execute(text("SELECT pg_advisory_lock(:id)"), {"id": MIGRATION_LOCK_ID})
-        connection.execute(text(SETTLE))
+        connection.execute(text(settle_statement(LIMITS)))
         connection.execute(text(SETTINGS))
         connection.commit()
         context.configure(

@@ -51,7 +51,6 @@ from metering.quotas.quota_admin import set_quota
 from metering.store.db import (
     BoundedConnection,
     Sessions,
-    connection_options,
     create_sessions,
     sqlalchemy_url,
 )
@@ -383,13 +382,15 @@ class Service:
         They keep a connection and compiled statements; without, a tenant costs three times the CPU.
         They never wait for a connection, which would bind the pool to one loop.
         """
-        options = connection_options(("application_name=tests",))
         engine = create_async_engine(
             sqlalchemy_url(self.database_url),
             pool_size=1,
             max_overflow=-1,
             pool_pre_ping=True,
-            connect_args={"options": options, "async_creator_fn": BoundedConnection.connect},
+            connect_args={
+                "settings": ("application_name=tests",),
+                "async_creator_fn": BoundedConnection.connect,
+            },
         )
 
         @sqlalchemy_event.listens_for(engine.sync_engine, "connect")

@@ -39,6 +39,7 @@ from metering.quotas.quotas import QuotaExceeded
 
 ROOT = Path(__file__).parent.parent
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
+SERIES = "demo", ServiceTier.INTERACTIVE, "chat", ""
 MEASURES = {
     "requests": "requests",
     "tokens": "tokens",
@@ -128,7 +129,7 @@ def test_other_files_name_the_dimensions_of_the_table() -> None:
 def test_the_metric_of_refusals_has_the_same_names() -> None:
     counts = RequestCounts(["demo"])
     for dimension in QuotaDimension:
-        counts.failed("demo", ServiceTier.INTERACTIVE, exceeded(dimension), None)
+        counts.failed(SERIES, exceeded(dimension), None)
 
     assert {labels[2] for labels in counts.refusals} == set(SPELLINGS.values())
 
@@ -151,7 +152,7 @@ def test_the_owner_of_a_limit_has_one_spelling_everywhere(subject: QuotaSubject)
     organization = Organization(id=uuid.uuid4(), name="acme", currency_code="USD")
     webhook = json.loads(body_of(ListedAlert(alert, organization, quota, None, None)))
     counts = RequestCounts(["demo"])
-    counts.failed("demo", ServiceTier.INTERACTIVE, error, None)
+    counts.failed(SERIES, error, None)
 
     assert isinstance(client_error, ClientQuotaExceeded)
     assert client_error.quota is not None

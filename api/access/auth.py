@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import hashlib
 import itertools
 import time
@@ -16,12 +15,16 @@ from typing import Generic, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from api.access.issuer_keys import IssuerKeys
+from api.access.issuers import TokenVerifier, is_token
 from api.access.permissions import MODELS, OPERATOR, ROLES_OF, refuse
 from api.access.throttle import Throttle
+from api.access.token_callers import TokenCallers
 from api.core.addresses import FORWARDED_FOR, Origin, Proxies, address_of
 from api.core.errors import (
     AddressNotAllowed,
     AuthenticationThrottled,
+    IssuerUnavailable,
     KeyRevokedMidway,
     ModelNotAllowed,
     OrganizationSuspended,
@@ -31,7 +34,12 @@ from api.core.errors import (
 )
 from api.core.interceptor import METHOD, Context
 from api.core.rate_limiter import CALL, RateLimiter
-from metering.core.errors import DatabaseUnavailable, KeyInvalid
+from metering.core.errors import (
+    DatabaseUnavailable,
+    KeyInvalid,
+    OrganizationClosed,
+    ProjectClosed,
+)
 from metering.holds.lease_clock import boot_time_s
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, patience
@@ -40,6 +48,11 @@ from metering.tenants.authentication import (
     Suspended,
     authenticate,
     authenticate_bound,
+)
+from metering.tenants.client_tokens import (
+    authenticate_client_token,
+    count_requests,
+    is_client_token,
 )
 from metering.tenants.networks import Network, allows
 
@@ -50,6 +63,7 @@ ANSWER_WAIT_S = 5.0  # a call that waits longer for its first lookup should rath
 REMEMBERED_COUNT_MAX = 10_000  # keys, of 64 bytes each plus their permissions
 KEY_REVOKED = "Your API key was revoked. Ask an administrator for another one."
 SECRET_REPLACED = "The secret of your API key was replaced. Use the new one."
+TOKEN_REVOKED = "Your token was revoked. Send a new one."
 
 
 Answer = TypeVar("Answer")
@@ -109,9 +123,16 @@ class SharedLookups(Generic[Answer]):
                 del self._questions[key]
         if isinstance(answer, Exception):
             # One instance raised in many tasks would collect all their tracebacks
-            raise copy.copy(answer)
+            raise copied(answer)
         assert answer is not None, "a lookup answers or raises"
         return answer
+
+
+def copied(error: Exception) -> Exception:
+    """Return a copy of an error without its traceback; `copy.copy` would build it from its text."""
+    made: Exception = type(error).__new__(type(error), *error.args)
+    made.__dict__.update(error.__dict__)
+    return made
 
 
 def suspension_error(found: Suspended) -> OrganizationSuspended | ProjectSuspended:
@@ -123,19 +144,25 @@ def suspension_error(found: Suspended) -> OrganizationSuspended | ProjectSuspend
 
 @dataclass(frozen=True, slots=True)
 class SuspensionChange:
-    """Suspension of an organization or project, or the end of one: `by_operator` is None."""
+    """Suspension of an organization or project, or the end of one: `by_operator` is None.
+
+    With `closes` it is closed for good.
+    """
 
     owner_id: uuid.UUID
     reason: str
     by_operator: bool | None
+    closes: bool = False
 
-    def refusal_of(self, payer: Payer) -> OrganizationSuspended | ProjectSuspended | None:
+    def refusal_of(self, payer: Payer) -> PermissionDenied | KeyInvalid | None:
         """Return the error for requests of this payer; None if it does not stop them."""
         is_of_organization = self.owner_id == payer.organization_id
         if self.by_operator is None or not (
             is_of_organization or self.owner_id == payer.project_id
         ):
             return None
+        if self.closes:
+            return (OrganizationClosed if is_of_organization else ProjectClosed)(self.reason)
         return suspension_error(Suspended(is_of_organization, self.reason, self.by_operator))
 
 
@@ -187,13 +214,15 @@ class Authenticator:
         used: Callable[[uuid.UUID], None] = lambda _: None,
         proxies: Proxies = NO_PROXIES,
         pace: RateLimiter | None = None,
+        tokens: TokenCallers | None = None,
     ) -> None:
         """`grace_s` is how many seconds a key stays valid after its last check while the database
         is unavailable. `failures_per_minute` limits the failed attempts per address; 0 means no
         limit.
 
         `used` is called with the id of a key each time the key is accepted. `proxies` are the
-        trusted proxies. `pace` limits the calls of each key; with None, calls never wait.
+        trusted proxies. `pace` limits the calls of each key; with None, calls never wait. `tokens`
+        verifies tokens of issuers; with None, it cannot read the keys of any.
         """
         self._sessions = sessions
         self._answer_wait_s = answer_wait_s
@@ -201,6 +230,7 @@ class Authenticator:
         self._used = used
         self.proxies = proxies
         self._pace = pace
+        self._tokens = tokens or TokenCallers(TokenVerifier(IssuerKeys()))
         # Keys of open streams, and of HTTP requests whose body is awaited
         self.stream_keys = StreamKeys()
         self.throttle = Throttle(failures_per_minute)
@@ -215,8 +245,13 @@ class Authenticator:
 
         Raises the errors of `principal_of`, and Unauthenticated if the call has no secret.
         """
-        origin = self.proxies.origin(context.peer(), metadata_values(context, FORWARDED_FOR))
-        return await self.principal_of(bearer_token(context), method=METHOD.get(), origin=origin)
+        return await self.principal_of(
+            bearer_token(context), method=METHOD.get(), origin=self.origin_of(context)
+        )
+
+    def origin_of(self, context: Context) -> Origin:
+        """Return where a gRPC call comes from."""
+        return self.proxies.origin(context.peer(), metadata_values(context, FORWARDED_FOR))
 
     async def wait_for_share(self, principal: Principal) -> None:
         """Wait until the principal's rate limit permits this call; a call waits only once.
@@ -246,23 +281,33 @@ class Authenticator:
         return known[2]
 
     async def principal_of(
-        self, secret: str, *, method: str, origin: Origin, age_max_s: float = 0.0
+        self,
+        secret: str,
+        *,
+        method: str,
+        origin: Origin,
+        age_max_s: float = 0.0,
+        call: str = "",
     ) -> Principal:
-        """Authenticate a secret and check that its key permits this call from this origin.
+        """Authenticate a secret or a token, and check that its key permits this call from here.
 
         `method` is the gRPC path of the call; a call of the HTTP API passes the path of the RPC
-        that it corresponds to. `age_max_s` allows a remembered result of at most this age, unless
-        the key is known to have changed. Raises: KeyInvalid for an unknown, expired or revoked key,
-        PermissionDenied, OrganizationSuspended and ProjectSuspended for a call of models,
-        DatabaseUnavailable, AuthenticationThrottled, TooManyCalls.
+        that it corresponds to, and as `call` its own, below `/v1/`. `age_max_s` allows a remembered
+        result of at most this age, unless the key is known to have changed. Raises: KeyInvalid for
+        an unknown, expired or revoked key, TokenInvalid, IssuerUnavailable, PermissionDenied,
+        OrganizationSuspended and ProjectSuspended for a call of models, DatabaseUnavailable,
+        AuthenticationThrottled, TooManyCalls.
         """
-        return await self._permitted(
-            digest_of(secret),
-            lambda session: authenticate(session, secret),
-            method,
-            origin,
-            age_max_s,
+        principal = await self._permitted(
+            digest_of(secret), self._check_of(secret), method, origin, age_max_s
         )
+        token = principal.token
+        if token is not None and token.client_token_id is not None and token.call != call:
+            raise PermissionDenied(
+                f"Your client token may only call POST /v1/{token.call} over HTTP. Send this call"
+                " from your application's server, with its API key."
+            )
+        return principal
 
     async def principal_of_bound_key(
         self, api_key_id: uuid.UUID, *, method: str, origin: Origin, age_max_s: float = 0.0
@@ -274,14 +319,14 @@ class Authenticator:
         """
         return await self._permitted(
             api_key_id,
-            lambda session: authenticate_bound(session, api_key_id),
+            lambda: self._read(lambda session: authenticate_bound(session, api_key_id)),
             *(method, origin, age_max_s),
         )
 
     async def _permitted(
         self,
         credential: Credential,
-        read: Callable[[AsyncSession], Awaitable[Principal]],
+        check: Callable[[], Awaitable[Principal]],
         method: str,
         origin: Origin,
         age_max_s: float,
@@ -293,7 +338,7 @@ class Authenticator:
             await self.wait_for_share(remembered[2])
         principal = self._known(credential, age_max_s) if age_max_s else None
         if principal is None:
-            principal = await self._look_up(credential, read, origin.peer)
+            principal = await self._look_up(credential, check, origin.peer)
         if remembered is None or principal is not remembered[2]:
             await self.wait_for_share(principal)
         # After the check of the key, to hide networks from wrong keys; before that of its
@@ -339,7 +384,21 @@ class Authenticator:
         self._changes.note(change.owner_id)
         self.stream_keys.suspension_changed(change)
 
-    async def _check(self, read: Callable[[AsyncSession], Awaitable[Principal]]) -> Principal:
+    def _check_of(self, secret: str) -> Callable[[], Awaitable[Principal]]:
+        """Return the check of a secret or token: its form alone says which one it is."""
+        if is_token(secret):
+            return lambda: self._tokens.principal(secret, self._read)
+        if is_client_token(secret):
+            return lambda: self._read(lambda session: authenticate_client_token(session, secret))
+        return lambda: self._read(lambda session: authenticate(session, secret))
+
+    async def count_requests(self, principal: Principal, count: int) -> None:
+        """Count requests of a client token. Raises: TokenInvalid if it has fewer left."""
+        if principal.token is not None and (token_id := principal.token.client_token_id):
+            async with self._sessions.begin() as session:
+                await count_requests(session, token_id, count)
+
+    async def _read(self, read: Callable[[AsyncSession], Awaitable[Answer]]) -> Answer:
         with patience(self._answer_wait_s):
             async with self._sessions() as session:
                 return await read(session)
@@ -359,7 +418,7 @@ class Authenticator:
     async def _look_up(
         self,
         credential: Credential,
-        read: Callable[[AsyncSession], Awaitable[Principal]],
+        check: Callable[[], Awaitable[Principal]],
         peer: str,
     ) -> Principal:
         # A key that was valid before is not delayed by other attempts from its address.
@@ -373,7 +432,7 @@ class Authenticator:
             async with held_up:
                 while True:
                     begun, requested_at = self._changes.count, boot_time_s()
-                    principal = await self._lookups.ask(credential, lambda: self._check(read))
+                    principal = await self._lookups.ask(credential, check)
                     if not self._changes.since(begun, *owners_of(principal)):
                         break
         except DatabaseUnavailable:
@@ -474,7 +533,7 @@ class StreamKey:
             self.payer = payer(self.principal)
         except (KeyInvalid, PermissionDenied) as refusal:
             self._refusal = refusal
-        except (DatabaseUnavailable, AuthenticationThrottled):
+        except (DatabaseUnavailable, IssuerUnavailable, AuthenticationThrottled):
             self._is_stale = True
             return  # nothing is known; the next message checks again
         self._read_at = now
@@ -496,8 +555,9 @@ class StreamKey:
         if is_revoked:
             self._refusal = KeyRevokedMidway(KEY_REVOKED)
             self.on_excluded(self._refusal)
-        elif principal.secret_hash in ended_secrets:
-            self._refusal = KeyRevokedMidway(SECRET_REPLACED)
+        elif not principal.credentials.isdisjoint(ended_secrets):
+            ended = TOKEN_REVOKED if principal.token else SECRET_REPLACED
+            self._refusal = KeyRevokedMidway(ended)
             self.on_excluded(self._refusal)
         elif not allows(networks, principal.address):
             self._refusal = AddressNotAllowed(principal.address)
@@ -517,7 +577,10 @@ class StreamKey:
         lifetime_s = self.principal.secret_lifetime_s
         if lifetime_s is not None and self._clock() >= self._read_at + lifetime_s:
             raise Unauthenticated(
-                "Your API key has expired or was rotated. Open a new stream with the new secret."
+                "Your token has expired. Open a new stream with a new one."
+                if self.principal.token
+                else "Your API key has expired or was rotated. Open a new stream with the new"
+                " secret."
             )
 
 

@@ -28,6 +28,8 @@ RESELLERS = FINANCE | {Role.BILLING}
 BILL_READERS = ADMINS | RESELLERS | {Role.VIEWER}
 READERS = BILL_READERS | {Role.DEVELOPER}
 MEMBERS = READERS - {Role.BILLING}
+INVITED = frozenset({Role.INVITED})
+EVERY_KEY = frozenset(Role) - INVITED
 
 
 # By service. The row of a new RPC is its name, beside the calls that need the same permission.
@@ -35,15 +37,18 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
     "weir.v1.InferenceService": (
         allowed("models.use", MODELS, "Generate", "Embed", "CountTokens", "Quote", "ListModels"),
         allowed("own_usage.read", MODELS, "GetQuota", "GetGeneration", "GetOwnUsage"),
+        allowed("client_tokens.create", MODELS, "CreateClientToken", "RevokeClientTokens"),
     ),
     "weir.v1.AdminService": (
         allowed("organizations.create", OPERATOR, "CreateOrganization"),
         allowed("organizations.suspend", OPERATOR, "SuspendOrganization", "ResumeOrganization"),
+        allowed("organizations.close", OPERATOR, "CloseOrganization"),
         allowed("organizations.rename", OWNERS, "UpdateOrganization"),
         allowed("organizations.read", MEMBERS, "ListOrganizations"),
         allowed("billing_profile.set", FINANCE, "SetBillingProfile"),
         allowed("projects.create", ADMINS, "CreateProject"),
         allowed("projects.change", ADMINS, *("UpdateProject", "SuspendProject", "ResumeProject")),
+        allowed("projects.close", OWNERS, "CloseProject"),
         allowed("projects.read", MEMBERS, "ListProjects"),
         allowed("keys.create", DEVELOPERS, "CreateApiKey"),
         allowed("keys.change", DEVELOPERS, "RotateApiKey", "UpdateApiKey", "RevokeApiKey"),
@@ -73,6 +78,28 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
         ),
         allowed("configuration.apply", OPERATOR, "ApplyConfiguration", "ExportConfiguration"),
         allowed("end_users.erase", OPERATOR, "EraseEndUser"),
+        allowed("members.read", MEMBERS, "ListMembers"),
+        allowed(
+            "members.change",
+            ADMINS,
+            *("InviteMember", "ListInvitations", "ResendInvitation", "RevokeInvitation"),
+            *("UpdateMember", "RemoveMember"),
+        ),
+        allowed("invitations.accept", INVITED, "AcceptInvitation"),
+        allowed("service_accounts.read", MEMBERS, "ListServiceAccounts"),
+        allowed(
+            "service_accounts.change",
+            ADMINS,
+            *("CreateServiceAccount", "UpdateServiceAccount", "DeleteServiceAccount"),
+        ),
+        allowed(
+            "persons.change",
+            OPERATOR,
+            *("ListPersons", "UpdatePerson", "DeactivatePerson", "ReactivatePerson"),
+        ),
+        allowed("token_issuers.set", ADMINS, "CreateTokenIssuer", "DeleteTokenIssuer"),
+        allowed("token_issuers.read", MEMBERS, "ListTokenIssuers"),
+        allowed("tokens.revoke", ADMINS, "RevokeTokens"),
     ),
     "weir.v1.BillingService": (
         allowed("usage.read", READERS, "GetUsage"),
@@ -99,7 +126,7 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
         ),
     ),
     "weir.v1.ReceiptService": (
-        allowed("receipt_keys.read", frozenset(Role), "ListReceiptKeys"),  # public keys: no secret
+        allowed("receipt_keys.read", EVERY_KEY, "ListReceiptKeys"),  # public keys: no secret
         allowed("receipts.read", BILL_READERS, "ListReceipts", "GetReceiptMonth"),
     ),
 }

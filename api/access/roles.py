@@ -24,6 +24,7 @@ class Role(StrEnum):
     # Read usage and bills of its own organization, and set its resale prices; no prompts or keys.
     BILLING = "billing"
     MODELS = "inference"  # use models; read own requests and quotas
+    INVITED = "invitation"  # of the token of an invitation, which is not a key
 
     @property
     def word(self) -> str:
@@ -33,6 +34,8 @@ class Role(StrEnum):
     @property
     def shown(self) -> str:
         """Name in errors, which says how a key gets it."""
+        if self is Role.INVITED:
+            return "token of an invitation"
         kind, _, name = self.value.rpartition(":")
         return f"role {name}" if kind else f"scope {name}"
 

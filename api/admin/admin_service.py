@@ -16,6 +16,7 @@ from weir.v1 import admin_service_pb2 as pb
 from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import alerts_pb2 as alert_pb
 from weir.v1 import fleet_pb2 as fleet_pb
+from weir.v1 import tokens_pb2 as token_pb
 
 from api.access.auth import Authenticator
 from api.access.roles import is_operator
@@ -30,6 +31,13 @@ from api.access.servicer import (
 from api.admin.configuration_calls import ConfigurationCalls, InThread, at_once, json_text
 from api.admin.fleet_calls import FleetCalls, version_message
 from api.admin.live_calls import LiveCalls, ReplicaCalls
+from api.admin.member_calls import (
+    InvitationCalls,
+    MemberCalls,
+    MemberReads,
+    PersonCalls,
+    ServiceAccountCalls,
+)
 from api.admin.price_calls import (
     PlanCalls,
     PriceCalls,
@@ -46,6 +54,7 @@ from api.admin.tenant_calls import (
     organizations,
     projects,
 )
+from api.admin.token_calls import TokenCalls, issuer_message
 from api.core import wire
 from api.core.errors import PermissionDenied
 from api.core.interceptor import Context
@@ -62,6 +71,8 @@ from metering.quotas.quota_states import subject_names
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
 from metering.tenants.api_keys import list_api_keys, subject_ids
+from metering.tenants.members import person_id_of
+from metering.tenants.token_issuers import list_token_issuers
 
 
 class WebhookCalls(AuthenticatedServicer):
@@ -125,14 +136,21 @@ async def audit_entries(
     session: AsyncSession,
     *,
     subject: str,
+    actor: str,
     start_time: datetime | None = None,
     end_time: datetime | None = None,
     **filters: Any,
 ) -> Sequence[tuple[AuditEntry, Mapping[str, str]]]:
     """List entries of the audit log about a subject, each with the display names of ids in it."""
     ids = await subject_ids(session, subject) if subject else None
+    person_id = await person_id_of(session, actor) if actor else None
     entries = await audit.list_audit_entries(
-        session, subject_ids=ids, start_at=start_time, end_at=end_time, **filters
+        session,
+        subject_ids=ids,
+        actor=person_id or actor,
+        start_at=start_time,
+        end_at=end_time,
+        **filters,
     )
     known = [audit.referred_ids(entry) for entry in entries]
     names = await subject_names(session, set().union(*known))
@@ -167,6 +185,9 @@ class AdminReads(AuthenticatedServicer):
         fleet_pb.ListFleetVersionsResponse, fleet_versions.list_versions, version_message
     )
     ListAuditEntries = listing(pb.ListAuditEntriesResponse, audit_entries, audit_message)
+    ListTokenIssuers = listing(
+        token_pb.ListTokenIssuersResponse, list_token_issuers, issuer_message
+    )
 
 
 class AdminServicer(
@@ -180,6 +201,12 @@ class AdminServicer(
     LiveCalls,
     ReplicaCalls,
     FleetCalls,
+    InvitationCalls,
+    MemberCalls,
+    ServiceAccountCalls,
+    PersonCalls,
+    MemberReads,
+    TokenCalls,
     AdminReads,
     pb_grpc.AdminServiceServicer,
 ):
@@ -197,13 +224,14 @@ class AdminServicer(
         fleet: RunningFleet,
         in_thread: InThread = at_once,
         private_webhooks: bool = False,
+        private_issuers: bool = False,
     ) -> None:
         """`signer` signs the receipts of requests that `ExpireOverdueHolds` ends; with None, they
         get no receipt. `issuer` names the fonts with which billing profiles must be printable.
 
         `fleet` is that of this process. `in_thread` runs the parsing of a document, like
-        `RequestRegistry.in_thread`. `private_webhooks` permits webhooks in private networks and
-        over plain HTTP.
+        `RequestRegistry.in_thread`. `private_webhooks` and `private_issuers` permit URLs in
+        private networks and over plain HTTP.
         """
         super().__init__(authenticator, sessions)
         self._router = router
@@ -213,3 +241,4 @@ class AdminServicer(
         self._fleet = fleet
         self._in_thread = in_thread
         self._private_webhooks = private_webhooks
+        self._private_issuers = private_issuers

@@ -40,6 +40,7 @@ from api.access.servicer import (
     listing,
     once,
     reading,
+    sessions_of,
 )
 from api.core import wire
 from api.core.interceptor import Context
@@ -572,7 +573,7 @@ class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
                 response.obstacles.add(kind=each.kind, description=each.description)
         else:
             result = await close_month(
-                self._sessions,
+                sessions_of(admin, self._sessions),
                 organization=request.organization,
                 month=request.month,
                 actor=admin.key_prefix,

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as pb
+from weir.v1 import closures_pb2
 from weir.v1.types_pb2 import QuotaStatus
 
 from api.access.permissions import check_may_give, check_permissions
 from api.access.roles import is_operator
 from api.access.servicer import AuthenticatedServicer, CallerTransaction, once, removed
 from api.admin.configuration_calls import quota_key, stated_terms
+from api.admin.member_calls import check_rotates, owner_of_new_key
 from api.core import wire
 from api.core.interceptor import Context
 from api.core.messages import effective_quota_statuses, parse_billing_profile, quota_status
 from inference.routing.router import Router
+from metering import closures
 from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import Organization, Project, Suspension, values_of
 from metering.invoicing.documents import check_shown
 from metering.invoicing.invoice_document import Issuer
+from metering.plans.prepaid import RemainingCredit
 from metering.quotas import quota_admin, quota_states
 from metering.quotas.erasure import Erasure
 from metering.quotas.quota_recount import Uncounted, recount
@@ -53,6 +57,11 @@ from metering.tenants.usage_subjects import (
 ALLOW_ALL = {
     "models": ("all_models", "models"),
     "allowed_networks": ("all_networks", "networks"),
+}
+
+REMAINING_CREDITS = {
+    int(closures_pb2.RemainingCredit.Value(f"REMAINING_CREDIT_{each.name}")): each
+    for each in RemainingCredit
 }
 
 
@@ -112,6 +121,58 @@ class TenantCalls(AuthenticatedServicer):
             )
             return pb.ResumeOrganizationResponse(
                 organization=await described(session, organization)
+            )
+
+    async def CloseOrganization(
+        self, request: pb.CloseOrganizationRequest, context: Context
+    ) -> pb.CloseOrganizationResponse:
+        """Close an organization while no other administrator changes anything."""
+        if (number := request.remaining_credit) and number not in REMAINING_CREDITS:
+            raise InvalidValue(
+                "remaining_credit", f"{number} is unknown: refund, expire or keep it"
+            )
+        async with self._acting(context, alone=not request.validate_only) as acting:
+            session = acting.session
+            if request.validate_only:
+                organization = await tenants.find_organization(session, request.organization)
+                effects = await closures.effects_on_organization(session, organization)
+            else:
+                organization, effects = await closures.close_organization(
+                    session,
+                    organization=request.organization,
+                    confirmed_name=request.confirm_name,
+                    reason=request.reason,
+                    remaining_credit=REMAINING_CREDITS.get(number),
+                    actor=acting.actor,
+                )
+            return pb.CloseOrganizationResponse(
+                organization=await described(session, organization),
+                effects=wire.message_of(
+                    closures_pb2.ClosureEffects, effects, organization.currency_code
+                ),
+            )
+
+    async def CloseProject(
+        self, request: pb.CloseProjectRequest, context: Context
+    ) -> pb.CloseProjectResponse:
+        """Close a project while no other administrator changes anything."""
+        async with self._acting(context, alone=not request.validate_only) as acting:
+            session = acting.session
+            if request.validate_only:
+                project = await tenants.find_project(session, request.project)
+                effects = await closures.effects_on_project(session, project)
+            else:
+                project, effects = await closures.close_project(
+                    session,
+                    project=request.project,
+                    confirmed_name=request.confirm_name,
+                    reason=request.reason,
+                    actor=acting.actor,
+                    by_operator=is_operator(acting.principal),
+                )
+            return pb.CloseProjectResponse(
+                project=await described_project(session, project),
+                effects=wire.message_of(closures_pb2.ClosureEffects, effects),
             )
 
     async def UpdateProject(
@@ -202,10 +263,8 @@ class TenantCalls(AuthenticatedServicer):
         if earlier:
             key = await api_keys.find_api_key(session, earlier)
         else:
-            terms, lifetime = (
-                self._terms(request)(KeyTerms()),
-                wire.given_duration(request, "lifetime"),
-            )
+            owner, terms = await owner_of_new_key(acting, request, self._terms(request)(KeyTerms()))
+            lifetime = wire.given_duration(request, "lifetime")
             expires_at = None
             if lifetime is not None:
                 expires_at = await database_now(session) + api_keys.checked_lifetime(lifetime)
@@ -217,6 +276,7 @@ class TenantCalls(AuthenticatedServicer):
                 name=request.name,
                 terms=terms,
                 lifetime=lifetime,
+                owner=owner,
                 allow_existing=request.allow_existing,
                 actor=acting.actor,
             )
@@ -235,6 +295,7 @@ class TenantCalls(AuthenticatedServicer):
             ends_at = key.overlap_ends_at
         else:
             present = await self._present(acting, request.api_key)
+            check_rotates(acting.principal, present)
             check_may_give(acting.principal, present, present.expires_at)
             key, secret, ends_at = await api_keys.rotate_api_key(
                 acting.session,
@@ -314,6 +375,7 @@ async def organizations(session: AsyncSession) -> pb.ListOrganizationsResponse:
     """List all organizations, with their billing profiles and queue weights."""
     profiles, weights = await billing_profiles(session), await queue_weights(session)
     suspended = await suspensions.suspensions_of_organizations(session)
+    closed = await closures.closures_of(session, suspended.values())
     found = await tenants.list_organizations(session)
     return pb.ListOrganizationsResponse(
         organizations=[
@@ -322,6 +384,7 @@ async def organizations(session: AsyncSession) -> pb.ListOrganizationsResponse:
                 profiles.get(each.id),
                 weights.get(each.id, DEFAULT_MILLI),
                 suspended.get(each.id),
+                closed.get(each.id),
             )
             for each in found
         ]
@@ -331,11 +394,13 @@ async def organizations(session: AsyncSession) -> pb.ListOrganizationsResponse:
 async def described(session: AsyncSession, organization: Organization) -> pb.Organization:
     """Describe an organization, with its billing profile, queue weight and suspension."""
     suspended = await suspensions.suspensions_of_organizations(session, organization.id)
+    closed = await closures.closures_of(session, suspended.values())
     return organization_message(
         organization,
         await billing_profile(session, organization.id),
         await queue_weight(session, organization.id),
         suspended.get(organization.id),
+        closed.get(organization.id),
     )
 
 
@@ -344,6 +409,7 @@ def organization_message(
     profile: BillingProfile | None,
     weight_milli: int,
     suspension: Suspension | None,
+    closure: closures.Closure | None,
 ) -> pb.Organization:
     return wire.message_of(
         pb.Organization,
@@ -351,27 +417,36 @@ def organization_message(
         organization_id=organization.id,
         billing_profile=profile,
         queue_weight_milli=weight_milli,
-        suspension=suspension,
+        suspension=suspension if closure is None else None,
+        closure=closure,
     )
 
 
 async def projects(session: AsyncSession, *, organization: str) -> pb.ListProjectsResponse:
     """List the projects of an organization. Raises: NotFound."""
     found = await tenants.list_projects(session, organization=organization)
-    suspended = await suspensions.suspensions_of_projects(session, [each.id for each in found])
-    return pb.ListProjectsResponse(
-        projects=[project_message(each, suspended.get(each.id)) for each in found]
-    )
+    return pb.ListProjectsResponse(projects=await project_messages(session, found))
 
 
 async def described_project(session: AsyncSession, project: Project) -> pb.Project:
     """Describe a project, with its suspension."""
-    suspended = await suspensions.suspensions_of_projects(session, [project.id])
-    return project_message(project, suspended.get(project.id))
+    [message] = await project_messages(session, [project])
+    return message
 
 
-def project_message(project: Project, suspension: Suspension | None) -> pb.Project:
-    return wire.message_of(pb.Project, project, project_id=project.id, suspension=suspension)
+async def project_messages(session: AsyncSession, found: Sequence[Project]) -> list[pb.Project]:
+    suspended = await suspensions.suspensions_of_projects(session, [each.id for each in found])
+    closed = await closures.closures_of(session, suspended.values())
+    return [
+        wire.message_of(
+            pb.Project,
+            each,
+            project_id=each.id,
+            suspension=None if each.id in closed else suspended.get(each.id),
+            closure=closed.get(each.id),
+        )
+        for each in found
+    ]
 
 
 def key_message(key: api_keys.KeyRecord) -> pb.ApiKey:

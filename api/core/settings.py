@@ -245,6 +245,8 @@ class AccessSettings:
     stream_key_check_s: float = setting("WEIR_STREAM_KEY_CHECK_S", 60.0, positive(86_400))
     # How often the last uses of keys are written, all keys in one statement.
     key_use_interval_s: float = setting("WEIR_KEY_USE_INTERVAL_S", 60.0, positive(3600))
+    # Let issuers of tokens use http and private addresses; only the operator may trust any then.
+    private_issuers: bool = setting("WEIR_TOKEN_ISSUERS_PRIVATE", False, truth)
 
     def proxy_networks(self) -> tuple[Network, ...]:
         """Return the networks of trusted proxies."""

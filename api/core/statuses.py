@@ -54,8 +54,10 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
         errors.Unauthenticated,
         errors.KeyRevokedMidway,
         metering_errors.KeyInvalid,
-        metering_errors.TokenInvalid,
         metering_errors.InvitationInvalid,
+        metering_errors.OrganizationClosed,
+        metering_errors.ProjectClosed,
+        metering_errors.TokenInvalid,
     ),
     code_pb2.PERMISSION_DENIED: (
         errors.AddressNotAllowed,

@@ -196,6 +196,12 @@ WAYS: tuple[Way, ...] = (
         errors=(errors.KeyRevokedMidway, errors.Unauthenticated, metering_errors.KeyInvalid),
     ),
     Way(
+        "Organization or project closed for good",
+        C.OPERATOR,
+        "ORGANIZATION_CLOSED, PROJECT_CLOSED",
+        errors=(metering_errors.OrganizationClosed, metering_errors.ProjectClosed),
+    ),
+    Way(
         "Organization or project suspended",
         C.OPERATOR,
         "ORGANIZATION_SUSPENDED, PROJECT_SUSPENDED",

@@ -17,7 +17,7 @@ import json
 import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -42,11 +42,22 @@ from api.core.health import BILLING_WORKER, Health, store_is_well
 from api.fleet.launching import LaunchCounts
 from api.generation.request.phases import PHASE_NAMES
 from api.generation.request.registry import RequestRegistry
-from api.observability.observer import Histogram, RequestCounts, Times
-from api.observability.spans import SpanCounts
+from api.observability.observer import (
+    CONVENTIONAL_FIRST_TOKEN_BOUNDS_MS,
+    CONVENTIONAL_TOKEN_BOUNDS_MS,
+    CONVENTIONAL_TOTAL_BOUNDS_MS,
+    STAGE_BOUNDS_MS,
+    TOKEN_BOUNDS_MS,
+    TOTAL_BOUNDS_MS,
+    Histogram,
+    RequestCounts,
+    Times,
+    merged,
+)
+from api.observability.spans import STAGES, SpanCounts
 from api.queue.fair_queue import QueueStatistics
 from common.incidents import INCIDENT_COUNTS
-from common.loop_watch import LoopWatch
+from common.loop_watch import READERS, LoopWatch
 from inference.engine import EngineStatistics
 from inference.routing.router import ReplicaReport, ReplicaState, Router
 from metering.backlog import Backlog, read_backlog
@@ -58,8 +69,12 @@ Labels = tuple[str, ...]
 Values = Mapping[Labels, float] | Iterable[tuple[Labels, float]]
 MS = 1e-3  # seconds per ms: histograms count in ms and are exported in seconds
 PROVIDER = "weir"
-CONVENTIONAL_LABELS = ("gen_ai_provider_name", "gen_ai_request_model", "weir_tier")
+CONVENTIONAL_LABELS = (
+    *("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"),
+    *("gen_ai_response_model", "weir_tier"),
+)
 REQUEST_LABELS, REPLICA_LABELS = ("model", "tier"), ("model", "replica")
+SCRAPE, OTLP = READERS  # readers of the metrics
 Reports = list[tuple[tuple[str, str], ReplicaReport]]
 Pick = Callable[[EngineStatistics], int]
 
@@ -80,14 +95,15 @@ MEANINGS: Mapping[str, str] = {
     ),
     "weir_request_seconds": "Time from the arrival of a start frame to the last frame.",
     "gen_ai_server_time_to_first_token_seconds": (
-        "weir_time_to_first_token_seconds by OpenTelemetry's name and attributes."
+        "Time from the arrival of a request to its first token."
     ),
     "gen_ai_server_time_per_output_token_seconds": (
-        "weir_inter_token_seconds by OpenTelemetry's name and attributes."
+        "Time per output token after the first one: the mean of each request."
     ),
     "gen_ai_server_request_duration_seconds": (
-        "weir_request_seconds by OpenTelemetry's name and attributes."
+        "Time from the arrival of a request to its end, also of refused and failed ones."
     ),
+    "gen_ai_client_token_usage": "Tokens billed for a request, by type.",
     "weir_queue_waiting": "Requests that wait in the queue of a model.",
     "weir_queue_engine_pending": "Sequences dispatched to an engine that have not started.",
     "weir_queue_wait_seconds": "Expected wait of the last request in the queue; 0 if none waits.",
@@ -127,8 +143,8 @@ MEANINGS: Mapping[str, str] = {
     "weir_replay_buffer_requests": "Requests that have ended and whose output is kept.",
     "weir_event_loop_lag_seconds": "Delay of the event loop.",
     "weir_event_loop_longest_block_seconds": (
-        "Longest time for which one piece of work held the event loop, since the last scrape or"
-        " since the start."
+        "Longest time for which one piece of work held the event loop, since the last scrape (or"
+        " export by OTLP) or since the start."
     ),
     "weir_throttled_addresses": (
         "Addresses whose keys are not looked up after too many invalid ones."
@@ -169,6 +185,7 @@ MEANINGS: Mapping[str, str] = {
         "Requests whose spans were dropped: the collector was unavailable or slow."
     ),
     "weir_traces_waiting": "Requests whose spans are queued.",
+    "weir_metric_exports": ("Messages with metrics for the OTLP collector, by outcome."),
     "weir_build_info": "Always 1.",
     "weir_cluster_backlog_up": "1 if the weir_cluster metrics could be read from PostgreSQL.",
 }
@@ -182,19 +199,24 @@ TOTALS: tuple[tuple[str, Pick], ...] = (
     ("weir_engine_preemptions", lambda it: it.preemption_count),
 )
 
-# With the names of OpenTelemetry's semantic conventions for generative AI.
-TIMES: tuple[tuple[str, str, Callable[[Times], Histogram]], ...] = (
+Pace = Callable[[Times], Histogram]
+TIMES: tuple[tuple[str, Sequence[float], Pace], ...] = (
+    ("weir_time_to_first_token_seconds", STAGE_BOUNDS_MS, lambda it: it.first_token),
+    ("weir_inter_token_seconds", TOKEN_BOUNDS_MS, lambda it: it.inter_token),
+    ("weir_request_seconds", TOTAL_BOUNDS_MS, lambda it: it.total),
+)
+# With the names, attributes and bounds of the semantic conventions for generative AI.
+CONVENTIONAL_TIMES: tuple[tuple[str, Sequence[float], Pace], ...] = (
     (
-        "weir_time_to_first_token_seconds",
         "gen_ai_server_time_to_first_token_seconds",
+        CONVENTIONAL_FIRST_TOKEN_BOUNDS_MS,
         lambda it: it.first_token,
     ),
     (
-        "weir_inter_token_seconds",
         "gen_ai_server_time_per_output_token_seconds",
-        lambda it: it.inter_token,
+        CONVENTIONAL_TOKEN_BOUNDS_MS,
+        lambda it: it.per_output_token,
     ),
-    ("weir_request_seconds", "gen_ai_server_request_duration_seconds", lambda it: it.total),
 )
 QUEUES: tuple[tuple[str, Callable[[QueueStatistics], float]], ...] = (
     ("weir_queue_waiting", lambda it: it.waiting_count),
@@ -269,23 +291,62 @@ def request_metrics(counts: RequestCounts) -> Iterator[Metric]:
     yield counters("weir_failed_calls", ("call", "reason"), counts.failed_calls)
     yield counter("weir_migrations", counts.migration_count)
     yield from time_metrics(counts)
+    yield from conventional_metrics(counts)
 
 
 def time_metrics(counts: RequestCounts) -> Iterator[Metric]:
-    of = [((model, tier.value), times) for (model, tier), times in sorted(counts.times.items())]
-    for name, conventional_name, pick in TIMES:
-        found = [(labels, pick(times)) for labels, times in of]
-        yield histograms(name, REQUEST_LABELS, found)
-        named = [((PROVIDER, *labels), histogram) for labels, histogram in found]
-        yield histograms(conventional_name, CONVENTIONAL_LABELS, named)
+    of: dict[Labels, list[Times]] = defaultdict(list)
+    for (model, tier, *_), times in sorted(counts.times.items()):
+        of[model, tier.value].append(times)
+    for name, bounds, pick in TIMES:
+        yield histograms(
+            name,
+            REQUEST_LABELS,
+            ((labels, merged(map(pick, found), bounds)) for labels, found in of.items()),
+        )
     yield histograms(
         "weir_stage_seconds",
         (*REQUEST_LABELS, "stage"),
         (
-            ((*labels, stage), histogram)
-            for labels, times in of
-            for stage, histogram in times.stages.items()
+            ((*labels, stage), merged((each.stages[stage] for each in found), STAGE_BOUNDS_MS))
+            for labels, found in of.items()
+            for stage in STAGES
         ),
+    )
+
+
+def conventional_metrics(counts: RequestCounts) -> Iterator[Metric]:
+    """Yield the metrics of the semantic conventions for generative AI."""
+    of = [
+        ((operation, PROVIDER, requested_model or model, model, tier.value), times)
+        for (model, tier, operation, requested_model), times in sorted(counts.times.items())
+    ]
+    for name, bounds, pick in CONVENTIONAL_TIMES:
+        yield histograms(
+            name,
+            CONVENTIONAL_LABELS,
+            ((labels, merged([pick(times)], bounds)) for labels, times in of),
+        )
+    broken = [
+        ((operation, PROVIDER, model, "", tier.value, reason), times)
+        for (model, tier, operation, reason), times in sorted(counts.broken_times.items())
+    ]
+    yield histograms(
+        "gen_ai_server_request_duration_seconds",
+        (*CONVENTIONAL_LABELS, "error_type"),
+        (
+            (labels, merged([times], CONVENTIONAL_TOTAL_BOUNDS_MS))
+            for labels, times in (*(((*labels, ""), times.total) for labels, times in of), *broken)
+        ),
+    )
+    tokens = [
+        ((*labels, kind), histogram)
+        for labels, times in of
+        for kind, histogram in (("input", times.input_tokens), ("output", times.output_tokens))
+        if any(histogram.counts)
+    ]
+    yield histograms(
+        "gen_ai_client_token_usage", (*CONVENTIONAL_LABELS, "gen_ai_token_type"), tokens, unit=1.0
     )
 
 
@@ -356,8 +417,11 @@ class Parts:
     launches: LaunchCounts | None = None
 
 
-def process_metrics(parts: Parts) -> Iterator[Metric]:
-    """Yield the metrics of this process, except those of engines, queues and ended requests."""
+def process_metrics(parts: Parts, reader: str) -> Iterator[Metric]:
+    """Yield the metrics of this process, except those of engines, queues and ended requests.
+
+    `reader` is one of `READERS`.
+    """
     registry, admission = parts.registry, parts.registry.admission
     phases = Counter(request.phase.name for request in registry.running())
     running = (((phase,), float(phases[phase])) for phase in PHASE_NAMES)
@@ -379,7 +443,7 @@ def process_metrics(parts: Parts) -> Iterator[Metric]:
     lags = [((), registry.observer.loop_lag.lags)]
     yield histograms("weir_event_loop_lag_seconds", (), lags)
     watch = registry.observer.loop_lag.watch
-    longest = ((("scrape",), watch.take_longest_s()), (("start",), watch.longest_s))
+    longest = ((("scrape",), watch.take_longest_s(reader)), (("start",), watch.longest_s))
     yield gauges("weir_event_loop_longest_block_seconds", ("since",), longest)
     throttled = parts.authenticator.throttle.refused_count
     yield gauge("weir_throttled_addresses", throttled)
@@ -444,6 +508,11 @@ def span_metrics(counts: SpanCounts) -> Iterator[Metric]:
     yield gauge("weir_traces_waiting", counts.waiting)
 
 
+def export_metrics(exports: Mapping[str, int]) -> Metric:
+    found = (((outcome,), float(count)) for outcome, count in exports.items())
+    return counters("weir_metric_exports", ("outcome",), found)
+
+
 log = structlog.get_logger(__name__)
 
 Value = TypeVar("Value")
@@ -494,15 +563,64 @@ class BacklogReader:
             await asyncio.sleep(BACKLOG_INTERVAL_S)
 
 
+class Snapshot:
+    """All metrics at one moment, which other threads may format."""
+
+    def __init__(self, families: list[Metric], counts: RequestCounts, process: Collector) -> None:
+        """`counts` is a copy. `process` reads the metrics of the operating system's process."""
+        self._families, self._counts, self._process = families, counts, process
+
+    def families(self) -> list[Metric]:
+        return [*self._families, *request_metrics(self._counts), *self._process.collect()]
+
+
+class MetricsSource:
+    """Source of all metrics for Prometheus and OTLP. Created and called on the process's loop."""
+
+    def __init__(self, parts: Parts, backlog_reader: BacklogReader) -> None:
+        self.exports: Mapping[str, int] | None = None  # by outcome, if there is an OTLP collector
+        self._parts = parts
+        self._backlog_reader = backlog_reader
+        self._process = ProcessCollector(registry=CollectorRegistry())
+        self._thread = ThreadPoolExecutor(1, "weir-metrics")  # a scrape never waits behind requests
+
+    async def in_thread(self, call: Callable[..., Value], *arguments: object) -> Value:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    async def read(self, reader: str) -> Snapshot:
+        """Take a snapshot for one of `READERS`."""
+        backlog = await self._backlog_reader.read()
+        registry = self._parts.registry
+        journals = await self.in_thread(journal_backlog, registry.settings.journal_directory)
+        families = [*self._families(backlog, journals, reader)]
+        return Snapshot(families, registry.observer.counts.copy(), self._process)
+
+    def _families(
+        self, backlog: Backlog | None, journals: JournalBacklog, reader: str
+    ) -> Iterator[Metric]:
+        registry = self._parts.registry
+        yield gauges("weir_build_info", ("version",), [((version("weir-server"),), 1.0)])
+        yield from queue_metrics(
+            {name: queue.statistics() for name, queue in registry.queues.items()}
+        )
+        yield from engine_metrics(registry.router)
+        yield from process_metrics(self._parts, reader)
+        yield from journal_metrics(journals)
+        yield gauge("weir_cluster_backlog_up", float(backlog is not None))
+        if backlog is not None:
+            yield from backlog_metrics(backlog)
+        if registry.observer.spans is not None:
+            yield from span_metrics(registry.observer.spans.counts())
+        if self.exports is not None:
+            yield export_metrics(self.exports)
+
+
 class Scrapes:
     """Handler of scrapes, created on the process's event loop and called on the port's."""
 
-    def __init__(self, parts: Parts, backlog_reader: BacklogReader) -> None:
-        self._parts = parts
-        self._backlog_reader = backlog_reader
+    def __init__(self, source: MetricsSource) -> None:
+        self._source = source
         self._loop = asyncio.get_running_loop()
-        self._process = ProcessCollector(registry=CollectorRegistry())
-        self._thread = ThreadPoolExecutor(1, "weir-metrics")  # a scrape never waits behind requests
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path != PATH:
@@ -524,34 +642,8 @@ class Scrapes:
 
     async def text(self) -> bytes:
         """Format all metrics for Prometheus. Runs on the event loop of the process."""
-        backlog = await self._backlog_reader.read()
-        registry = self._parts.registry
-        journals = await self._in_thread(journal_backlog, registry.settings.journal_directory)
-        families = [*self._families(backlog, journals)]
-        return await self._in_thread(self._write, families, registry.observer.counts.copy())
-
-    async def _in_thread(self, call: Callable[..., Value], *arguments: object) -> Value:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
-
-    def _families(self, backlog: Backlog | None, journals: JournalBacklog) -> Iterator[Metric]:
-        registry = self._parts.registry
-        yield gauges("weir_build_info", ("version",), [((version("weir-server"),), 1.0)])
-        yield from queue_metrics(
-            {name: queue.statistics() for name, queue in registry.queues.items()}
-        )
-        yield from engine_metrics(registry.router)
-        yield from process_metrics(self._parts)
-        yield from journal_metrics(journals)
-        yield gauge("weir_cluster_backlog_up", float(backlog is not None))
-        if backlog is not None:
-            yield from backlog_metrics(backlog)
-        if registry.observer.spans is not None:
-            yield from span_metrics(registry.observer.spans.counts())
-
-    def _write(self, families: list[Metric], counts: RequestCounts) -> bytes:
-        return generate_latest(
-            Families([*families, *request_metrics(counts), *self._process.collect()])
-        )
+        snapshot = await self._source.read(SCRAPE)
+        return await self._source.in_thread(lambda: generate_latest(Families(snapshot.families())))
 
 
 class MetricsServer(web.Server):

@@ -41,6 +41,16 @@ TOKEN_BOUNDS_MS = (
     *(1, 2.5, 5, 7.5, 10, 15, 20, 25, 30, 40, 50, 75, 100, 150, 200, 250, 300, 400, 500, 750),
     *(1000, 2500, 5000, 10_000),
 )
+# Bounds of the semantic conventions for generative AI, in ms, and of tokens per request.
+CONVENTIONAL_TOTAL_BOUNDS_MS = tuple(10 * 2**step for step in range(14))
+CONVENTIONAL_FIRST_TOKEN_BOUNDS_MS = (
+    *(1, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1000, 2500, 5000, 7500, 10_000),
+)
+CONVENTIONAL_TOKEN_BOUNDS_MS = (*(10, 25, 50, 75, 100, 150, 200, 300, 400, 500, 750, 1000, 2500),)
+USAGE_BOUNDS = tuple(4**step for step in range(14))
+# Counted by the bounds of both, so that each is exact.
+FINE_TOTAL_BOUNDS_MS = tuple(sorted({*TOTAL_BOUNDS_MS, *CONVENTIONAL_TOTAL_BOUNDS_MS}))
+FINE_FIRST_TOKEN_BOUNDS_MS = tuple(sorted({*STAGE_BOUNDS_MS, *CONVENTIONAL_FIRST_TOKEN_BOUNDS_MS}))
 TOKEN_BOUNDS_S = (*(bound / 1000 for bound in TOKEN_BOUNDS_MS), math.inf)
 # Ascending bounds of a request with many gaps: from 10 µs to 11 minutes, at most 9 % apart.
 GAP_BOUNDS_MS = np.unique([*TOKEN_BOUNDS_MS, *(0.01 * 2 ** (step / 8) for step in range(209))])
@@ -51,14 +61,17 @@ COLD_START_MS_MIN = 10.0
 GAP_NAMES = ("itl_p50_ms", "itl_p99_ms", "itl_max_ms")  # as in `weir.v1.Timings`
 WARM_STAGES = tuple(stage for stage in STAGES if stage != "cold_start")
 TIME_NAMES = (*(f"{stage}_ms" for stage in WARM_STAGES), "total_ms")
-TIME_BOUNDS_MS = (*(STAGE_BOUNDS_MS for _ in WARM_STAGES), TOTAL_BOUNDS_MS)
+TIME_BOUNDS_MS = (*(STAGE_BOUNDS_MS for _ in WARM_STAGES), FINE_TOTAL_BOUNDS_MS)
 GAP_SHARES = (0.5, 0.99, 1.0)
 # Label of requests for unknown models: a client's text must not become a label.
 UNKNOWN_MODEL = ""
 # Incidents of other calls are visible from their second one on.
 WATCHED_CALLS = ("Generate", "Embed", "http")
 INCIDENT = "INTERNAL"
+EMBEDDINGS = "embeddings"  # operation without output tokens
 Labels = tuple[str, ...]
+# Model that has taken the request, tier, operation, and requested model if it was another one.
+Series = tuple[str, ServiceTier, str, str]
 
 BATCH_SECONDS_BOUNDS_MS = (0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 5000)
 BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -92,9 +105,19 @@ class Histogram:
         found, below = [], 0
         for bound, count in zip(self.bounds, self.counts, strict=False):
             below += count
-            found.append((f"{bound * unit:g}", float(below)))
+            found.append((f"{bound * unit:.12g}", float(below)))
         found.append(("+Inf", float(below + self.counts[-1])))
         return found
+
+
+def merged(histograms: Iterable[Histogram], bounds: Sequence[float]) -> Histogram:
+    """Add up histograms, by `bounds`, all of which they must have."""
+    made = Histogram(bounds)
+    for each in histograms:
+        for bound, count in zip((*each.bounds, math.inf), each.counts, strict=True):
+            made.counts[bisect_left(bounds, bound)] += count
+        made.sum += each.sum
+    return made
 
 
 class Gaps:
@@ -183,13 +206,15 @@ class Gaps:
 
 
 class Times:
-    """Histograms of the durations of requests to one model in one tier, in ms."""
+    """Histograms of the requests of one series: durations in ms, and tokens."""
 
     def __init__(self) -> None:
         self._stages = {stage: Histogram(STAGE_BOUNDS_MS) for stage in STAGES}
-        self.first_token = Histogram(STAGE_BOUNDS_MS)
+        self.first_token = Histogram(FINE_FIRST_TOKEN_BOUNDS_MS)
         self.inter_token = Histogram(TOKEN_BOUNDS_MS)
-        self._total = Histogram(TOTAL_BOUNDS_MS)
+        self.per_output_token = Histogram(CONVENTIONAL_TOKEN_BOUNDS_MS)  # mean of each request
+        self.input_tokens, self.output_tokens = Histogram(USAGE_BOUNDS), Histogram(USAGE_BOUNDS)
+        self._total = Histogram(FINE_TOTAL_BOUNDS_MS)
         self._every_time = [*(self._stages[stage] for stage in WARM_STAGES), self._total]
         self._counts = [histogram.counts for histogram in self._every_time]
         self._sums_ms = [0.0] * len(self._every_time)
@@ -218,6 +243,8 @@ class Times:
         made._total.counts[:] = self._total.counts
         made._sums_ms = self._sums_ms
         made.first_token, made.inter_token = self.first_token.copy(), self.inter_token.copy()
+        made.per_output_token = self.per_output_token.copy()
+        made.input_tokens, made.output_tokens = self.input_tokens.copy(), self.output_tokens.copy()
         return made
 
     def add(self, timings: Mapping[str, float], gaps: Gaps | None) -> None:
@@ -232,6 +259,8 @@ class Times:
             self._stages["cold_start"].observe(timings["cold_start_ms"])
         if "ttft_ms" in timings:
             self.first_token.observe(timings["ttft_ms"])
+        if (per_second := timings.get("tokens_per_second")) is not None:
+            self.per_output_token.observe(1000 / per_second)
         if gaps is not None:
             gaps.add_to(self.inter_token)
 
@@ -247,7 +276,11 @@ class RequestCounts:
         self.refusals: dict[Labels, int] = defaultdict(int)
         self.tokens: dict[Labels, int] = defaultdict(int)  # by model and kind
         self.failed_calls: dict[Labels, int] = defaultdict(int)  # by call and reason
-        self.times: dict[tuple[str, ServiceTier], Times] = {}
+        self.times: dict[Series, Times] = defaultdict(Times)
+        # Durations of refused and failed requests, by model, tier, operation and reason
+        self.broken_times: dict[tuple[str, ServiceTier, str, str], Histogram] = defaultdict(
+            lambda: Histogram(FINE_TOTAL_BOUNDS_MS)
+        )
         self.migration_count = 0
         # Series of incidents start at zero: an alert on growth would miss one that starts at 1.
         for model in [*self._models, UNKNOWN_MODEL]:
@@ -267,40 +300,46 @@ class RequestCounts:
         made = RequestCounts(self._models)
         made.ends, made.refusals = self.ends.copy(), self.refusals.copy()
         made.tokens, made.failed_calls = self.tokens.copy(), self.failed_calls.copy()
-        made.times = {of: times.copy() for of, times in self.times.items()}
+        made.times.update((of, times.copy()) for of, times in self.times.items())
+        made.broken_times.update((of, times.copy()) for of, times in self.broken_times.items())
         made.migration_count = self.migration_count
         return made
 
     def finished(
         self,
-        model: str,
-        tier: ServiceTier,
+        series: Series,
         outcome: str,
         timings: Mapping[str, float],
         settled: Settled | None,
         gaps: Gaps | None = None,
     ) -> None:
         """Count a request that ran to its end. `gaps` is None if it sent no single tokens."""
+        model, tier, *_ = series
         self.ends[model, tier, outcome] += 1
-        times = self.times.get((model, tier))
-        if times is None:
-            times = self.times[model, tier] = Times()
+        times = self.times[series]
         if settled is not None:
-            self._add_tokens(model, settled)
+            self._add_tokens(series, settled)
         times.add(timings, gaps)
 
     def failed(
-        self, model: str, tier: ServiceTier, error: Exception, settled: Settled | None
+        self,
+        series: Series,
+        error: Exception,
+        settled: Settled | None,
+        timings: Mapping[str, float] | None = None,
     ) -> None:
         """Count a refused or failed request, an interrupted one by the cause.
 
-        `settled` is its billed usage, None if refused.
+        `settled` is its billed usage, None if refused. `timings` is None if it was never parsed.
         """
+        model, tier, operation, requested_model = series
         model = model if model in self._models else UNKNOWN_MODEL
         reason = error.cause if isinstance(error, Interrupted) else reason_of(error)
         self.ends[model, tier, reason.lower()] += 1
+        if timings is not None:
+            self.broken_times[model, tier, operation, reason].observe(timings["total_ms"])
         if settled is not None:
-            self._add_tokens(model, settled)
+            self._add_tokens((model, tier, operation, requested_model), settled)
             return
         dimension = subject = ""
         if isinstance(error, QuotaExceeded):
@@ -308,14 +347,19 @@ class RequestCounts:
             dimension, subject = first.dimension.spelling, first.subject.spelling
         self.refusals[model, reason, dimension, subject] += 1
 
-    def _add_tokens(self, model: str, settled: Settled) -> None:
+    def _add_tokens(self, series: Series, settled: Settled) -> None:
         """Count billed tokens. Cached and computed input are separate; their sum is the prompt."""
+        model, _, operation, _ = series
         tokens, cached = self.tokens, settled.cached_input_token_count
         tokens[model, "input"] += settled.input_token_count - cached
         tokens[model, "cached_input"] += cached
         tokens[model, "output"] += settled.delivered_token_count
         if settled.embedding_token_count:
             tokens[model, "embedding"] += settled.embedding_token_count
+        times = self.times[series]
+        times.input_tokens.observe(settled.input_token_count + settled.embedding_token_count)
+        if operation != EMBEDDINGS:
+            times.output_tokens.observe(settled.delivered_token_count)
 
 
 log = structlog.get_logger(__name__)
@@ -423,18 +467,12 @@ class Observer:
         """Record a request that has ended, or was refused after parsing."""
         counts, start = self.counts, ending.start
         try:
+            series = start.model, start.tier, start.operation, ending.requested_model
             counts.migration_count += ending.migration_count
             if ending.broken is not None:
-                counts.failed(start.model, start.tier, ending.broken, ending.settled)
+                counts.failed(series, ending.broken, ending.settled, ending.timings)
             elif ending.outcome is not None:
-                counts.finished(
-                    start.model,
-                    start.tier,
-                    ending.outcome,
-                    ending.timings,
-                    ending.settled,
-                    ending.gaps,
-                )
+                counts.finished(series, ending.outcome, ending.timings, ending.settled, ending.gaps)
             if self.spans is not None:
                 self.spans.put(record_of(ending))
         except Exception:  # an error here must not affect the request
@@ -442,7 +480,7 @@ class Observer:
 
     def start_refused(self, error: Exception) -> None:
         """Record a refusal of a request that could not be parsed."""
-        self.counts.failed(UNKNOWN_MODEL, ServiceTier.INTERACTIVE, error, None)
+        self.counts.failed((UNKNOWN_MODEL, ServiceTier.INTERACTIVE, "", ""), error, None)
 
     def call_failed(self, method: str, error: BaseException) -> None:
         """Record a refused or failed call. `method` is its gRPC path."""

@@ -1,5 +1,5 @@
 """Spans of requests in OpenTelemetry's format, sent over OTLP/gRPC and configured by
-OpenTelemetry's own variables.
+OpenTelemetry's own variables; and the description of the process, which its metrics have too.
 
 Spans are made when the request has ended, from times that are measured anyway; a request that is
 not sampled costs almost nothing. Attributes follow the semantic conventions for generative AI where
@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import uuid
 from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource as EncodedResource
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -23,6 +27,7 @@ from api.observability.spans import STAGES, Record
 
 NS_PER_MS = 1_000_000
 MODEL_CHARS_MAX = 128  # of an unknown model name sent by a client
+REFUSAL_CHARS_MAX = 200  # of a collector's reason, for the log
 
 
 # Attributes in seconds. The conventions define the first; others have the names of their metrics.
@@ -51,29 +56,82 @@ class Finished(SpanProcessor):
         return taken
 
 
+def resource_of(process_id: uuid.UUID) -> Resource:
+    """Describe this process, with the attributes of OpenTelemetry's variables."""
+    ours = {
+        "service.name": "weir",
+        "service.version": version("weir-server"),
+        "service.instance.id": str(process_id),
+    }
+    return Resource.create(ours).merge(OTELResourceDetector().detect())
+
+
+def encoded_resource(process_id: uuid.UUID) -> EncodedResource:
+    found = resource_of(process_id).attributes
+    return EncodedResource(
+        attributes=[
+            KeyValue(key=name, value=AnyValue(string_value=str(value)))
+            for name, value in found.items()
+        ]
+    )
+
+
+def encoded_scope() -> InstrumentationScope:
+    return InstrumentationScope(name="weir", version=version("weir-server"))
+
+
+class Answers:
+    """Mixin for OpenTelemetry's exporters, which do not read the collector's answers.
+
+    A collector may accept a message and refuse parts of it, which must not be sent again.
+    """
+
+    refused = ""  # reason for refusing parts of the last message; empty if it was accepted
+    _client: Any
+
+    def _initialize_channel_and_stub(self) -> None:
+        super()._initialize_channel_and_stub()  # type: ignore[misc]
+        export = self._client.Export
+
+        def checked(request: Any, **options: Any) -> Any:
+            answer = export(request=request, **options)
+            self.refused = refusal_of(answer.partial_success)
+            return answer
+
+        self._client = SimpleNamespace(Export=checked)
+
+
+def refusal_of(answer: Any) -> str:
+    """Describe what a collector has refused of a message; empty if nothing."""
+    count = next((value for _, value in answer.ListFields() if isinstance(value, int)), 0)
+    return f"{count} refused: {answer.error_message[:REFUSAL_CHARS_MAX]}" if count else ""
+
+
+class SpanSender(Answers, OTLPSpanExporter):
+    """OpenTelemetry's exporter of spans, with the collector's answers."""
+
+
 class OtlpSender:
     """Implements `Sender`."""
 
     def __init__(self, process_id: uuid.UUID, exporter: SpanExporter | None = None) -> None:
         """`process_id` becomes `service.instance.id`; `exporter` overrides the environment."""
-        ours = {
-            "service.name": "weir",
-            "service.version": version("weir-server"),
-            "service.instance.id": str(process_id),
-        }
-        resource = Resource.create(ours).merge(OTELResourceDetector().detect())
         self._finished = Finished()
+        resource = resource_of(process_id)
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(self._finished)
         self._tracer = self._provider.get_tracer("weir", version("weir-server"))
         self._propagator = TraceContextTextMapPropagator()
-        self._exporter = exporter or OTLPSpanExporter()
+        self._exporter = exporter or SpanSender()
 
     def send(self, records: list[Record]) -> bool:
         for record in records:
             self._make(record)
         spans = self._finished.take()
-        return not spans or self._exporter.export(spans) is SpanExportResult.SUCCESS
+        if not spans:
+            return True
+        taken = self._exporter.export(spans) is SpanExportResult.SUCCESS
+        return taken and not getattr(self._exporter, "refused", "")
 
     def close(self) -> None:
         self._exporter.shutdown()

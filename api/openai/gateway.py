@@ -17,6 +17,7 @@ from urllib.parse import unquote
 
 from aiohttp import web
 from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import tokens_pb2 as pb_tokens
 
 from api.access.auth import Authenticator, StreamKey, check_model
 from api.core.addresses import FORWARDED_FOR
@@ -26,7 +27,8 @@ from api.core.rate_limiter import BYTE_COST_S, CALL, REFUSAL_COST_S, START_FREE_
 from api.core.statuses import status_of
 from api.generation.parsing.embed_request import ValidEmbed, parse_embed
 from api.generation.parsing.start_frame import parse_count_tokens
-from api.generation.request.caller import Caller
+from api.generation.request.caller import Caller, on_behalf
+from api.generation.request.client_tokens import create_client_token, revoke_client_tokens
 from api.generation.request.live_embedding import LiveEmbedding
 from api.generation.request.quoting import (
     DECODED_TOKEN_COST,
@@ -41,6 +43,14 @@ from api.observability.spans import trace_of
 from api.openai import answers
 from api.openai.answers import Answer, ChatAnswer, CompletionAnswer, ServedModel
 from api.openai.apis import Api, parsed_body
+from api.openai.client_token_bodies import (
+    ClientTokenParameters,
+    RevocationParameters,
+    check_page,
+    note_refused_page,
+    preflight,
+    token_body,
+)
 from api.openai.embeddings import (
     EmbeddingParameters,
     check_model_sizes,
@@ -120,6 +130,8 @@ CHUNKED_BYTES = 256 * 1024  # assumed size of a body of unknown length
 # Namespace of request ids that are derived from idempotency keys other than UUIDs.
 KEY_NAMESPACE = uuid.UUID("6f1c0c9e-2f6b-5d0a-9a54-3b1d9a1c7e10")
 COUNT_TOKENS = f"{SERVICE}/CountTokens"
+CREATE_CLIENT_TOKEN = f"{SERVICE}/CreateClientToken"
+REVOKE_CLIENT_TOKENS = f"{SERVICE}/RevokeClientTokens"
 VERSION = version("weir-server")
 UNVERSIONED = frozenset({"/tokenize", "/detokenize"})  # as vLLM, SGLang and llama.cpp serve them
 GENERATE, EMBED, LIST_MODELS = f"{SERVICE}/Generate", f"{SERVICE}/Embed", f"{SERVICE}/ListModels"
@@ -165,6 +177,8 @@ class Gateway:
             "/v1/embeddings": ("POST", self._embed, EMBED),
             "/v1/tokenize": ("POST", self._tokenize, COUNT_TOKENS),
             "/v1/detokenize": ("POST", self._detokenize, COUNT_TOKENS),
+            "/v1/client_tokens": ("POST", self._create_client_token, CREATE_CLIENT_TOKEN),
+            "/v1/client_tokens/revoke": ("POST", self._revoke_client_tokens, REVOKE_CLIENT_TOKENS),
             MODELS_PATH: ("GET", self._models, LIST_MODELS),
         }
 
@@ -176,10 +190,10 @@ class Gateway:
         form = error_body if self._is_anthropic(request, path) else ErrorResponse.body
         owner: Owner | None = None  # None until the request is authenticated
         try:
-            if (plain := self._plain(request)) is not None:
+            if (plain := self._plain(request) or preflight(request, path)) is not None:
                 return plain
             request_id = request_id_of(request) or request_id
-            handler, rpc = self._find(request, path)
+            handler, rpc, name = self._find(request, path)
             secret = secret_of(request)
             origin = self._authenticator.proxies.origin(
                 peer_of(request), request.headers.getall(FORWARDED_FOR, ())
@@ -191,8 +205,11 @@ class Gateway:
                 method=rpc,
                 origin=origin,
                 age_max_s=KEY_AGE_MAX_S,
+                call=name,
             )
             owner = principal = await look_up()
+            if principal.token is not None:
+                check_page(request, principal.token)
             auth_ms = (time.monotonic() - received_at) * 1000
             trace = trace_of(request.headers.get("traceparent"), request.headers.get("tracestate"))
             arrival = Arrival(
@@ -208,6 +225,7 @@ class Gateway:
             return web.Response(status=400)
         except Exception as error:
             self._count_refusal(owner)
+            note_refused_page(request, error)
             self._registry.observer.call_failed(HTTP, error)
             refusal = error_response(status_of(error))
             return refused(refusal, request_id, form=form)
@@ -237,8 +255,8 @@ class Gateway:
         if owner is not None:
             self._registry.pace.charge(owner, REFUSAL_COST_S)
 
-    def _find(self, request: web.BaseRequest, path: str) -> tuple[Handler, str]:
-        """Find the handler of an endpoint, and the RPC that it corresponds to.
+    def _find(self, request: web.BaseRequest, path: str) -> tuple[Handler, str, str]:
+        """Find the handler of an endpoint, the RPC that it corresponds to, and its own name.
 
         Raises HttpFault for an unknown path or method.
         """
@@ -266,7 +284,7 @@ class Gateway:
                 "method_not_allowed",
                 {"allow": ", ".join(allowed)},
             )
-        return handler, rpc
+        return handler, rpc, path.removeprefix("/v1/")
 
     async def _generate(
         self, api: Api, request: web.BaseRequest, arrival: Arrival, principal: Principal
@@ -287,6 +305,12 @@ class Gateway:
             return parsed, headers, starts
 
         parsed, headers, starts = await self._read(request, arrival, principal, parse)
+        if not isinstance(starts, InvalidRequest):
+            try:
+                starts = [on_behalf(principal.token, each) for each in starts]
+                await self._authenticator.count_requests(principal, len(starts))
+            except InvalidRequest as error:
+                starts = error
         with self._registry.pace.charging(arrival.caller.payer, START_FREE_S):
             model = self._model_of(parsed, principal, arrival.request_id)
             named = arrival.request_id.hex, int(time.time())
@@ -367,6 +391,8 @@ class Gateway:
             check_model(principal, start.model)
             route = self._registry.router.route_encoder(start.model, str(start.request_id))
             check_model_sizes(requested, route.encoder.model)
+            await self._authenticator.count_requests(principal, 1)
+            start = on_behalf(principal.token, start)
             response = await LiveEmbedding(arrival.caller, start, self._registry).answer()
         except Exception as error:
             return refused(
@@ -429,6 +455,33 @@ class Gateway:
             self._registry, principal, model, requested.tokens, skip_special_tokens=skips
         )
         return answered(detokenized_body(text), arrival, headers)
+
+    async def _create_client_token(
+        self, request: web.BaseRequest, arrival: Arrival, principal: Principal
+    ) -> web.StreamResponse:
+        def parse(body: bytes) -> pb_tokens.CreateClientTokenRequest:
+            requested = decode(body, ClientTokenParameters)
+            try:
+                return requested.message()
+            except ValueError as error:
+                raise invalid_parameter("body", f"has a number out of range: {error}") from None
+
+        message = await self._read(request, arrival, principal, parse)
+        made = await create_client_token(self._registry.router, self._sessions, principal, message)
+        return answered(token_body(made), arrival)
+
+    async def _revoke_client_tokens(
+        self, request: web.BaseRequest, arrival: Arrival, principal: Principal
+    ) -> web.StreamResponse:
+        def parse(body: bytes) -> pb_tokens.RevokeClientTokensRequest:
+            requested = decode(body, RevocationParameters)
+            return pb_tokens.RevokeClientTokensRequest(
+                client_token_id=requested.id, end_user=requested.end_user
+            )
+
+        message = await self._read(request, arrival, principal, parse)
+        revoked = await revoke_client_tokens(self._sessions, principal, message)
+        return answered({"revoked_count": revoked.revoked_count}, arrival)
 
     async def _models(
         self, request: web.BaseRequest, arrival: Arrival, principal: Principal

@@ -62,6 +62,9 @@ TRACING = {
 TRACING_VALUE = re.compile(r"[\x20-\x7e]{1,256}")
 CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")  # would end a header
 
+# Headers that a page of another server may read, if it may read the response
+EXPOSED = "weir-request-id, x-request-id, retry-after"
+
 log = structlog.get_logger(__name__)
 
 
@@ -422,6 +425,10 @@ class TracedRequest(web.BaseRequest):
             for name in map(str.lower, self.headers):
                 if name in TRACING and TRACING_VALUE.fullmatch(value := self.headers[name]):
                     headers[name] = value
+        if (origin := self.get("access-control-allow-origin")) is not None:
+            headers["access-control-allow-origin"] = origin
+            headers["access-control-expose-headers"] = EXPOSED
+            headers["vary"] = "origin"
         is_last = connection.is_half_closed and not connection._messages
         if is_last or connection.is_closing:
             response.force_close()

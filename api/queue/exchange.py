@@ -121,13 +121,13 @@ class Exchange:
         now = self._clock()
         for pool, queue in self.queues.items():
             line = queue.interactive.line
-            before_at, before, rate = self._levels.get(pool, (now, line.level(), 0.0))
-            elapsed_s, gain = now - before_at, line.level() - before
+            before_at, before, rate = self._levels.get(pool, (now, line.height(), 0.0))
+            elapsed_s, gain = now - before_at, line.height() - before
             if is_connected and elapsed_s > 0:
                 rate += (max(gain, 0.0) / elapsed_s - rate) / RATE_MEMORY
-            elif gain < rate * elapsed_s:
+            elif 0 <= gain < rate * elapsed_s:  # it falls if the tenant on top leaves
                 line.rise(rate * elapsed_s - gain)
-            self._levels[pool] = now, line.level(), rate
+            self._levels[pool] = now, line.height(), rate
 
     def _absorb(self, row: ReportRow) -> None:
         now = self._clock()

@@ -42,7 +42,7 @@ from metering.core.models import ServiceTier as ServiceTier
 BATCH_RANK = 1e15
 BATCH = ServiceTier.BATCH
 WINDOW_FIRST = 8.0  # sequences: a burst to an idle engine fills its first batch within a few steps
-WINDOW_MIN = 1.0
+WINDOW_MIN = 2.0  # sequences: a tenant with little load may send two requests at once
 # Sequences: together with overtaking ones below the queue limit of engines (256).
 WINDOW_MAX = 160.0
 # Sequences of all processes in total; one more request of each with all its choices still fits.
@@ -301,7 +301,7 @@ class DispatchWindow:
 
     @property
     def size_min(self) -> float:
-        """Minimum of the window; that of all processes together is at least one sequence each."""
+        """Minimum of the window, for each process: together they have as many times that."""
         return max(WINDOW_MIN * self.engine_count / self.process_count, WINDOW_MIN)
 
     @property

@@ -84,7 +84,6 @@ class WaitingCounts:
     by_tenant: dict[int, int] = field(default_factory=dict)
     elsewhere_total: int = 0
     elsewhere_by_tenant: dict[int, int] = field(default_factory=dict)
-    reserved_elsewhere_count: int = 0
     reserved_elsewhere: dict[int, tuple[int, float]] = field(default_factory=dict)  # count, units
 
     def of(self, tenant: int) -> int:
@@ -104,7 +103,6 @@ class WaitingCounts:
                 count, units = reserved.get(tenant, (0, 0.0))
                 reserved[tenant] = count + each.reservation_count, units + each.reserved_units
         self.elsewhere_total = sum(by_tenant.values())
-        self.reserved_elsewhere_count = sum(count for count, _ in reserved.values())
 
 
 class QueueAdmission:
@@ -192,13 +190,11 @@ class QueueAdmission:
         elif is_half_empty:
             return None
         else:
+            reserved = self._reserved(arrival.tenant_id.int)
             # It returned too early: its own reservation does not count.
-            known = arrival.key in self.reservations
-            own += self.reservations.count(arrival.tenant_id) - known
-            free -= len(self.reservations) - known
-            if waiting.reserved_elsewhere_count:
-                own += waiting.reserved_elsewhere.get(arrival.tenant_id.int, (0, 0.0))[0]
-                free -= waiting.reserved_elsewhere_count
+            reserved -= arrival.key in self.reservations
+            own += reserved
+            free -= reserved + self._reserved_for_others(arrival.tenant_id.int, own)
             # It must have fewer waiting requests than there are free positions. Each one that ends
             # changes both by one, so half of the excess must end.
             over_share = (own + 2 - free) // 2
@@ -210,6 +206,23 @@ class QueueAdmission:
         units = max(ahead, (1 - free) * self._cost(arrival))
         retry_after_s = self._reserve(arrival, tier.seconds(units), now, again=is_reserved)
         return QueueFull(own, total, retry_after_s)
+
+    def _reserved(self, tenant: int) -> int:
+        """Count the places reserved for a tenant in all processes."""
+        count, _ = self._waiting.reserved_elsewhere.get(tenant, (0, 0.0))
+        return self.reservations.count(uuid.UUID(int=tenant)) + count
+
+    def _reserved_for_others(self, tenant: int, own: int) -> int:
+        """Count the places that reservations keep from a tenant with `own` places, taken or
+        reserved: those of tenants that have fewer than its next one. A tenant with more waits for
+        its own requests to end, so others need not leave it the free places.
+        """
+        owners = {each.int for each in self.reservations.owners()}
+        return sum(
+            min(self._reserved(each), max(own + 1 - self._waiting.of(each), 0))
+            for each in owners | self._waiting.reserved_elsewhere.keys()
+            if each != tenant
+        )
 
     def _deadline_refusal(
         self,

@@ -16,16 +16,21 @@ with weights, charged in advance as in the variant with predicted lengths. Start
 (Goyal et al., SIGCOMM 1996) is the source of a start that includes the work under way. Between any
 two tenants that both wait throughout, the service (input and output tokens by their costs, divided
 by the tenant's weight) differs by at most twice max(input cost x longest input, output cost x most
-tokens that one tenant has in the engine at once). A tenant that returns from idling starts at the
-level of the least served tenant that waits, here or in the engine, so that idle tenants accumulate
-no credit.
+tokens that one tenant has in the engine at once).
+
+A tenant that returns from idling starts at the level: the lowest counter of tenants that wait, here
+or in the engine, where running requests count half. Idle tenants accumulate no credit, but a
+returning one finds the places of the engine taken by others. Half of what their requests have
+received so far is what it would have there, had it shared the places with them. So its first
+requests precede some of the running ones, and the engine lets it have its share of places at once.
 
 Lines of several processes before the same engines exchange reports (`Line.report`, `Line.absorb`).
 A process charges a tenant of its own for service elsewhere; the counter of a tenant without
 requests of its own is the highest reported one, which includes all service. Service that two others
-report must not count twice, so a charged counter is only kept near the highest one. Lines that meet
-for the first time, or again, have counted from different beginnings: the lower one rises by the
-difference of their levels.
+report must not count twice, so a charged counter is only kept near the highest one. Until others
+report, each is presumed to dispatch a tenant's requests as this one does, or all would give out the
+same ranks. Lines that meet for the first time, or again, have counted from different beginnings:
+the lower one rises by the difference of their heights.
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ import msgspec
 
 INPUT_TOKEN_COST = 1.0  # units of service
 OUTPUT_TOKEN_COST = 2.0  # units: decode serves one token per step, prefill many; ratio of the paper
+RUNNING_SHARE = 0.5  # of the service of running requests, in a level: see above
 OUTPUT_MEMORY = 16  # requests in the mean output, which adapts to a change within some dozens
 # Expected output until a request has ended: that of the reference workload.
 OUTPUT_TOKENS_UNKNOWN = 150.0
@@ -76,6 +82,7 @@ class TenantReport(msgspec.Struct, array_like=True, frozen=True):
     waiting_count: int
     input_token_count: int
     output_token_count_max: int
+    underway_units: float = 0.0
 
     @property
     def is_queued(self) -> bool:
@@ -84,14 +91,16 @@ class TenantReport(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LineReport(msgspec.Struct, array_like=True, frozen=True):
-    """State of the line of one process: its level, and its tenants with requests or new service.
+    """State of the line of one process: its height and level, and its tenants with requests or new
+    service.
 
     `next_rank` is that of the request which is next there; None if nothing waits.
     """
 
-    level: float = 0.0
+    height: float = 0.0
     next_rank: float | None = None
     tenants: tuple[TenantReport, ...] = ()
+    level: float = 0.0
 
 
 Priority = tuple[float, int]
@@ -104,11 +113,13 @@ class Tenant(Generic[Item]):
     `counter` is its weighted service so far. `dispatched` are requests that the engine has not
     started on. `owed` has the expected remaining cost of each dispatched or running request,
     `ranks` the rank of each, ascending. `output_tokens_mean` is the mean of ended requests; None
-    before the first. `is_listed`: it is in the heap of `Line.level`. `listed_priority` is its valid
-    entry in the heap of `Line.next_tenant`. `elsewhere` has the last reports of other processes in
-    which the tenant has requests, and `owed_elsewhere` the sum of their `owed_units`. `served` and
-    `period` are those of `TenantReport`. `slack` is how much lower than elsewhere the counter may
-    be, because service is on its way.
+    before the first. `underway` has what each running request has received, in units, if it began
+    after the tenant last returned from idling. `listed_level` and `listed_priority` are its valid
+    entries in the heaps of `Line.level` and `Line.next_tenant`. `elsewhere` has the last reports of
+    other processes in which the tenant has requests, `owed_elsewhere` and `underway_elsewhere` sums
+    of them, and `presumed` what each of these is presumed to have dispatched since then. `served`
+    and `period` are those of `TenantReport`. `slack` is how much lower than elsewhere the counter
+    may be, because service is on its way.
     """
 
     id: uuid.UUID
@@ -121,12 +132,17 @@ class Tenant(Generic[Item]):
     dispatched: set[Item] = field(default_factory=set)
     owed: dict[Item, float] = field(default_factory=dict)
     owed_units: float = 0.0
+    underway: dict[Item, float] = field(default_factory=dict)
+    underway_units: float = 0.0
     ranks: dict[Item, float] = field(default_factory=dict)
     output_tokens_mean: float | None = None
-    is_listed: bool = False
+    listed_level: float | None = None
     listed_priority: Priority | None = None
     elsewhere: dict[uuid.UUID, TenantReport] = field(default_factory=dict)
     owed_elsewhere: float = 0.0
+    underway_elsewhere: float = 0.0
+    presumed: dict[uuid.UUID, float] = field(default_factory=dict)
+    presumed_units: float = 0.0
     served: float = 0.0
     period: int = 0
     slack: float = 0.0
@@ -157,9 +173,16 @@ class Tenant(Generic[Item]):
         return totals
 
     @property
+    def level(self) -> float:
+        """Counter in which running requests count half."""
+        units = self.underway_units + self.underway_elsewhere
+        return self.counter - RUNNING_SHARE * units / self.weight
+
+    @property
     def rank(self) -> float:
         """Rank of the next request; never before the tenant's requests in the engine."""
-        own = self.counter + (self.owed_units + self.owed_elsewhere) / self.weight
+        owed_units = self.owed_units + self.owed_elsewhere + self.presumed_units
+        own = self.counter + owed_units / self.weight
         if self.ranks and (last := next(reversed(self.ranks.values()))) > own:
             return last
         return own
@@ -180,8 +203,9 @@ class Line(Generic[Item]):
         # entries that are too low are corrected when they surface. One that shrinks gets another
         # entry; `Tenant.listed_priority` is the valid one.
         self._priorities: list[tuple[Priority, int, Tenant[Item]]] = []
-        # Min-heap of counters of tenants with requests here or in the engine, with lazy updates:
-        # entries may be too low, or of tenants without requests.
+        # Min-heap of levels of tenants with requests here or in the engine, with lazy updates:
+        # entries may be too low, or of tenants without requests. One whose level falls gets another
+        # entry; `Tenant.listed_level` is the valid one.
         self._queued: list[tuple[float, int, Tenant[Item]]] = []
         # Number of entries so far in both heaps; breaks ties, so that tenants are never compared.
         self._listed_count = 0
@@ -202,6 +226,8 @@ class Line(Generic[Item]):
         """
         for number, tenant in self._tenants.items():
             tenant.weight = weights.get(number, 1.0)
+            if tenant.listed_level is not None:
+                self._note_level(tenant)
             if tenant.waiting:
                 self._note_priority(tenant)
 
@@ -242,15 +268,20 @@ class Line(Generic[Item]):
         if tenant is None:
             tenant = self._add(tenant_id, weight)
         if not (tenant.waiting or tenant.dispatched or (tenant.elsewhere and tenant.is_queued)):
-            tenant.counter = max(tenant.counter, self.level())
+            self._lift(tenant)
         tenant.weight = weight
-        if not tenant.is_listed:
-            tenant.is_listed = True
-            self._listed_count += 1
-            heapq.heappush(self._queued, (tenant.counter, self._listed_count, tenant))
+        self._note_level(tenant)
         # As `Tenant.rank`
-        rank = tenant.counter + (tenant.owed_units + tenant.owed_elsewhere) / weight
+        owed_units = tenant.owed_units + tenant.owed_elsewhere + tenant.presumed_units
+        rank = tenant.counter + owed_units / weight
         return tenant, max(rank, next(reversed(tenant.ranks.values()))) if tenant.ranks else rank
+
+    def _lift(self, tenant: Tenant[Item]) -> None:
+        """Let a tenant that returns from idling start at the level, if it is below."""
+        if tenant.counter < (level := self.level()):
+            tenant.counter = level
+            tenant.underway.clear()
+            tenant.underway_units = 0.0
 
     def _add(self, tenant_id: uuid.UUID, weight: float) -> Tenant[Item]:
         self._forget_idle()
@@ -326,6 +357,20 @@ class Line(Generic[Item]):
             INPUT_TOKEN_COST * item.input_token_count + OUTPUT_TOKEN_COST * output_token_count
         )
         tenant.owed_units += units
+        if tenant.elsewhere:
+            self._presume(tenant, units)
+
+    def _presume(self, tenant: Tenant[Item], units: float) -> None:
+        """Presume that processes in which requests of a tenant wait dispatch one when this does,
+        until they report again. Otherwise all of them would give out the same ranks.
+        """
+        for process_id, each in tenant.elsewhere.items():
+            before = tenant.presumed.get(process_id, 0.0)
+            count = each.waiting_count + each.dispatched_count
+            more = min(units, count * units - before)
+            if more > 0:
+                tenant.presumed[process_id] = before + more
+                tenant.presumed_units += more
 
     def begun(self, item: Item, tenant: Tenant[Item]) -> None:
         """Record that the engine has started on a request: charge its tenant for the input."""
@@ -337,6 +382,8 @@ class Line(Generic[Item]):
         tenant.served += weighted
         tenant.owed[item] -= units
         tenant.owed_units -= units
+        tenant.underway[item] = units
+        tenant.underway_units += units
 
     def charge(self, item: Item, tenant: Tenant[Item], units: float) -> None:
         """Charge a tenant for a request that the engine has started, in service units."""
@@ -346,14 +393,19 @@ class Line(Generic[Item]):
         expected = min(units, tenant.owed[item])
         tenant.owed[item] -= expected
         tenant.owed_units -= expected
+        if item in tenant.underway:
+            tenant.underway[item] += units
+            tenant.underway_units += units
 
     def ended(self, item: Item, tenant: Tenant[Item]) -> None:
         """Record the end of a dispatched request, and drop its remaining expected cost."""
         tenant.dispatched.discard(item)
         del tenant.ranks[item]
         tenant.owed_units -= tenant.owed.pop(item)
+        tenant.underway_units -= tenant.underway.pop(item, 0.0)
         if not tenant.owed:
-            tenant.owed_units = 0.0  # sums of fractions may be off by some bits
+            # Sums of fractions may be off by some bits.
+            tenant.owed_units = tenant.underway_units = 0.0
         if tenant.waiting:
             self._note_priority(tenant)
 
@@ -377,20 +429,45 @@ class Line(Generic[Item]):
         return min(float(token_count_max), mean)
 
     def level(self) -> float:
-        """Return the counter at which a returning tenant starts: the lowest of tenants that wait,
-        in any process or in the engine; without any, that of the tenant served last.
+        """Return the counter at which a returning tenant starts: the lowest level of tenants that
+        wait, in any process or in the engine; without any, that of the tenant served last.
         """
         queued = self._queued
         while queued:
-            counter, number, tenant = queued[0]
-            if not (tenant.waiting or tenant.dispatched or (tenant.elsewhere and tenant.is_queued)):
+            level, number, tenant = queued[0]
+            if tenant.listed_level != level:
+                heapq.heappop(queued)  # another entry replaced it
+            elif not (
+                tenant.waiting or tenant.dispatched or (tenant.elsewhere and tenant.is_queued)
+            ):
                 heapq.heappop(queued)
-                tenant.is_listed = False
-            elif tenant.counter != counter:
-                heapq.heapreplace(queued, (tenant.counter, number, tenant))
+                tenant.listed_level = None
+            elif (present := tenant.level) != level:
+                tenant.listed_level = present
+                heapq.heapreplace(queued, (present, number, tenant))
             else:
-                return counter
-        return self._floor if self._last is None else max(self._floor, self._last.counter)
+                return level
+        return self._floor if self._last is None else max(self._floor, self._last.level)
+
+    def _note_level(self, tenant: Tenant[Item]) -> None:
+        """Record that a tenant has requests, or that its level may have fallen."""
+        level = tenant.level
+        if tenant.listed_level is None or level < tenant.listed_level:
+            tenant.listed_level = level
+            self._listed_count += 1
+            heapq.heappush(self._queued, (level, self._listed_count, tenant))
+
+    def height(self) -> float:
+        """Return the highest counter of tenants that have requests in any process; without any, the
+        level. Takes linear time. It hardly depends on who has requests at the moment, as the level
+        does, so lines of several processes are compared by it.
+        """
+        counters = [
+            tenant.counter
+            for tenant in self._tenants.values()
+            if tenant.waiting or tenant.owed or tenant.elsewhere
+        ]
+        return max(counters, default=self.level())
 
     def report(self) -> LineReport:
         """Describe the line for other processes, and begin new periods of idle tenants."""
@@ -411,34 +488,42 @@ class Line(Generic[Item]):
                     len(tenant.waiting),
                     tenant.waiting_input_tokens,
                     tenant.waiting_output_tokens_max,
+                    tenant.underway_units,
                 )
             )
             if not is_active:
                 self._period_count += 1
                 tenant.period, tenant.served = self._period_count, 0.0
         first = self.next_tenant()
-        return LineReport(self.level(), None if first is None else first.rank, tuple(tenants))
+        return LineReport(
+            self.height(),
+            None if first is None else first.rank,
+            tuple(tenants),
+            self.level(),
+        )
 
     def absorb(self, process_id: uuid.UUID, report: LineReport, *, is_new: bool) -> float:
         """Take over the report of another process; return the new service there, in units.
 
         `is_new` says that the process was unknown, or silent for too long. Its service since its
-        last report is then not charged: its tenants would wait until others have caught up.
+        last report is then not charged: its tenants would wait until others have caught up. If its
+        line is higher, this one rises and takes over its counters; otherwise it does so there.
         """
-        gap = report.level - self.level()
-        if is_new and gap > 0:
-            self.rise(gap)
-        offset = max(-gap, 0.0) if is_new else 0.0
-        self._floor = max(self._floor, report.level + offset)
+        is_behind = False
+        if is_new:
+            gap = report.height - self.height()
+            is_behind = gap < 0
+            if gap > 0:
+                self.rise(gap)
+        if not is_behind:
+            self._floor = max(self._floor, report.level)
         seen, units = self._seen.get(process_id, {}), 0.0
         if report.next_rank is None:
             self._waiting_elsewhere.discard(process_id)
         else:
             self._waiting_elsewhere.add(process_id)
         self._seen[process_id] = now_seen = {}
-        before = [each for each in self._tenants.values() if process_id in each.elsewhere]
-        for tenant in before:
-            del tenant.elsewhere[process_id]
+        before = self._drop(process_id)
         for each in report.tenants:
             tenant_id = uuid.UUID(bytes=each.tenant)
             found = self._tenants.get(tenant_id.int)
@@ -448,8 +533,11 @@ class Line(Generic[Item]):
             weighted = each.served - served if each.period == period else each.served
             if not is_new:
                 units += weighted * each.weight
-            if is_new or not (tenant.waiting or tenant.owed):
-                tenant.counter = max(tenant.counter, each.counter + offset)
+            if is_behind:
+                if not tenant.is_queued:
+                    self._lift(tenant)
+            elif is_new or not (tenant.waiting or tenant.owed):
+                tenant.counter = max(tenant.counter, each.counter)
             else:
                 tenant.counter += weighted
                 # Service in the last two reports of each process: some may not have arrived here.
@@ -471,21 +559,26 @@ class Line(Generic[Item]):
         """Drop the requests of a process that has ended or is silent; its service stays charged."""
         self._seen.pop(process_id, None)
         self._waiting_elsewhere.discard(process_id)
-        left = [each for each in self._tenants.values() if process_id in each.elsewhere]
-        for tenant in left:
+        self._settle(self._drop(process_id))
+
+    def _drop(self, process_id: uuid.UUID) -> list[Tenant[Item]]:
+        """Drop the requests in a process; return their tenants."""
+        dropped = [each for each in self._tenants.values() if process_id in each.elsewhere]
+        for tenant in dropped:
             del tenant.elsewhere[process_id]
-        self._settle(left)
+            tenant.presumed_units -= tenant.presumed.pop(process_id, 0.0)
+        return dropped
 
     def _settle(self, tenants: list[Tenant[Item]]) -> None:
         """Order tenants again whose requests elsewhere have changed."""
         for tenant in tenants:
-            tenant.owed_elsewhere = sum([each.owed_units for each in tenant.elsewhere.values()])
+            elsewhere = tenant.elsewhere.values()
+            tenant.owed_elsewhere = sum([each.owed_units for each in elsewhere])
+            tenant.underway_elsewhere = sum([each.underway_units for each in elsewhere])
             if tenant.waiting:
                 self._note_priority(tenant)
-            if not tenant.is_listed and tenant.is_queued:
-                tenant.is_listed = True
-                self._listed_count += 1
-                heapq.heappush(self._queued, (tenant.counter, self._listed_count, tenant))
+            if tenant.is_queued:
+                self._note_level(tenant)
 
     def _forget_idle(self) -> None:
         """Remove idle tenants that would start at the common level anyway, to bound memory."""

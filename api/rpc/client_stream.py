@@ -51,7 +51,7 @@ from api.generation.delivery.stream_writer import (
     Subscription,
 )
 from api.generation.parsing.start_frame import ValidStart, parse_start
-from api.generation.request.caller import Caller
+from api.generation.request.caller import Caller, on_behalf
 from api.generation.request.live_request import LiveRequest
 from api.generation.request.registry import RequestRegistry
 from api.observability.spans import NO_TRACE, TraceContext, trace_of
@@ -250,9 +250,10 @@ class ClientStream:
             self._trace,
             principal.bounds,
             principal.address,
-            principal.secret_hash,
+            principal.credentials,
             self._on_admitted,
             principal.models,
+            principal.token,
         )
         transport_s = held_s = self._lookup_s = 0.0
         if not index:
@@ -321,6 +322,7 @@ class ClientStream:
             if isinstance(parsed, Exception):
                 raise parsed
             start = parsed or parse_start(frame.request_id, frame.start, registry.window_tokens_max)
+            start = on_behalf(caller.token, start)
             principal, number = self._key.principal, start.request_id.int
             if principal.models or start.keep_s is not None:
                 registry.check_rights(principal, start)

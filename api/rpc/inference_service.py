@@ -14,6 +14,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
+from weir.v1 import tokens_pb2 as token_pb
 from weir.v1 import usage_reports_pb2 as usage_pb
 
 from api.access.auth import Authenticator, StreamKey, bearer_token, check_model, metadata_values
@@ -39,7 +40,8 @@ from api.core.messages import (
 from api.core.texts import Violations
 from api.generation.parsing.embed_request import parse_embed
 from api.generation.parsing.start_frame import parse_count_tokens
-from api.generation.request.caller import Caller
+from api.generation.request.caller import Caller, on_behalf, own_end_user
+from api.generation.request.client_tokens import create_client_token, revoke_client_tokens
 from api.generation.request.live_embedding import LiveEmbedding
 from api.generation.request.peers import VOUCHER, vouched_address, voucher_of
 from api.generation.request.quoting import (
@@ -55,6 +57,7 @@ from api.rpc.client_stream import ClientStream, remaining_s
 from api.rpc.open_streams import OpenStreams
 from metering.alerts.alerts import latest_key_change
 from metering.control.live import certificate_of
+from metering.core.errors import NotFound
 from metering.quotas.quota_states import member_quotas_for, quotas_for
 from metering.reports.usage_reports import (
     Groups,
@@ -204,7 +207,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 organization_id=principal.organization_id,
                 scopes=scopes,
                 model=model or None,
-                end_user=request.end_user,
+                end_user=own_end_user(principal, request.end_user),
                 labels=request.labels,
             )
             change = await latest_key_change(session, principal.api_key_id)
@@ -219,9 +222,11 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             if request.HasField("start"):
                 raise InvalidRequest([FieldViolation("embed", "must not be set beside start")])
             embed = await self._read(principal, request, parse_quoted_embed)
+            embed = on_behalf(principal.token, embed)
             return await quote_embed(self._registry, self._sessions, principal, embed)
         parse = partial(parse_quoted_start, window_tokens_max=self._registry.window_tokens_max)
         start = await self._read(principal, request, parse)
+        start = on_behalf(principal.token, start)
         return await quote(self._registry, self._sessions, principal, start)
 
     async def GetGeneration(
@@ -232,6 +237,9 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         request_id = wire.parse_request_id(request.request_id)
         async with self._sessions() as session:
             generation = await find_generation(session, principal.project_id, request_id)
+        token = principal.token
+        if token is not None and token.end_user and generation.end_user != token.end_user:
+            raise NotFound("request", request.request_id)
         return pb.GetGenerationResponse(generation=generation)
 
     async def GetOwnUsage(
@@ -243,6 +251,11 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         InvalidValue for a month, day or grouping.
         """
         principal = await self._authenticator.principal(context)
+        if request.project and principal.token is not None:
+            raise PermissionDenied(
+                "Your token sees only usage of its own key. Ask without `project`, or use an API"
+                " key."
+            )
         if request.project and principal.models:
             raise PermissionDenied(
                 f"Your API key is limited to {', '.join(sorted(principal.models))} and sees only"
@@ -258,12 +271,29 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 api_key_id=None if request.project else principal.api_key_id,
                 model=request.model,
                 end_user_id=await find_end_user_id(
-                    session, principal.organization_id, request.end_user
+                    session,
+                    principal.organization_id,
+                    own_end_user(principal, request.end_user),
                 ),
                 labels=dict(request.labels),
             )
             report = await own_usage(session, of, groups)
         return own_usage_message(report, principal.currency_code)
+
+    async def CreateClientToken(
+        self, request: token_pb.CreateClientTokenRequest, context: Context
+    ) -> token_pb.CreateClientTokenResponse:
+        """Make a token for a browser."""
+        principal = await self._authenticator.principal(context)
+        router = self._registry.router
+        return await create_client_token(router, self._sessions, principal, request)
+
+    async def RevokeClientTokens(
+        self, request: token_pb.RevokeClientTokensRequest, context: Context
+    ) -> token_pb.RevokeClientTokensResponse:
+        """Revoke client tokens of the calling key."""
+        principal = await self._authenticator.principal(context)
+        return await revoke_client_tokens(self._sessions, principal, request)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Embed texts as vectors, and bill their tokens."""
@@ -275,4 +305,5 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         deadline = None if granted_s is None else received_at + granted_s
         trace = trace_of_metadata(context.invocation_metadata())
         caller = Caller.of(principal, auth_ms, received_at, deadline, trace)
+        start = on_behalf(principal.token, start)
         return await LiveEmbedding(caller, start, self._registry).answer()

@@ -55,7 +55,7 @@ from metering.core.outbound import USER_AGENT, AddressRefused, addresses_of, con
 from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Kind, window_end
 from metering.quotas.quotas import counted, noun_of, window_text
 from metering.store.db import Sessions, database_now, lock_holder, try_lock
-from metering.tenants.tenants import find_organization
+from metering.tenants.tenants import check_open, find_organization
 
 PRIVATE_ALLOWED = "WEIR_ALERT_WEBHOOKS_PRIVATE"
 SECRET_PREFIX = "wh_"  # identifies secrets to scanners for leaks
@@ -116,6 +116,7 @@ async def set_webhook(
     """
     checked_url(url, private=private)
     owner = await find_organization(session, organization)
+    await check_open(session, owner)
     secret = SECRET_PREFIX + secrets.token_urlsafe(32)
     existing = await _locked(session, owner.id)
     before = None if existing is None else snapshot(existing)

@@ -37,7 +37,6 @@ from metering.control.live import (
 from metering.store.db import (
     KEEPALIVES,
     BoundedConnection,
-    connection_options,
     patience,
     psycopg_conninfo,
 )
@@ -100,7 +99,7 @@ WHERE created_at < clock_timestamp() - interval '{VISIBLE_AGE}'
 # are read repeatedly.
 SELECT_COMMANDS = f"""
 SELECT id, request_id, project_id, api_key_id, reason, changed_key_id, owner_id,
-       suspended_by_operator,
+       suspended_by_operator, closes,
        coalesce(allowed_networks, '{{}}'),
        coalesce(ended_secrets, '{{}}'),
        created_at < clock_timestamp() - interval '{VISIBLE_AGE}'
@@ -222,7 +221,6 @@ class ControlChannel:
             self._conninfo,
             autocommit=True,
             connect_timeout=CONNECT_TIMEOUT_S,
-            options=connection_options(),
             **KEEPALIVES,
         )
 

@@ -27,7 +27,6 @@ from metering.store.db import (
     KEEPALIVES,
     BoundedConnection,
     Sessions,
-    connection_options,
     patience,
     psycopg_conninfo,
 )
@@ -100,7 +99,6 @@ async def read_newest(database_url: str) -> StoredFleet | None:
                 psycopg_conninfo(database_url),
                 autocommit=True,
                 connect_timeout=CONNECT_TIMEOUT_S,
-                options=connection_options(),
                 **KEEPALIVES,
             ) as connection:
                 row = await (await connection.execute(NEWEST)).fetchone()

@@ -24,7 +24,7 @@ from typing import Any, Self
 import psycopg
 
 from metering.control.live import CHANNEL, LAUNCHES
-from metering.store.db import KEEPALIVES, BoundedConnection, connection_options, psycopg_conninfo
+from metering.store.db import KEEPALIVES, BoundedConnection, psycopg_conninfo
 
 # The server ends the connection of a process that is frozen, or whose machine has gone: its own
 # defaults would keep the lock for two hours, or for ever.
@@ -237,9 +237,7 @@ class LaunchConnection:
             psycopg_conninfo(database_url),
             autocommit=True,
             connect_timeout=CONNECT_TIMEOUT_S,
-            options=connection_options(
-                (*SERVER_PATIENCE, f"application_name=weir_scaler_{os.getpid()}")
-            ),
+            settings=(*SERVER_PATIENCE, f"application_name=weir_scaler_{os.getpid()}"),
             **KEEPALIVES,
         )
         return cls(connection, process_id)

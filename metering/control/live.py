@@ -56,7 +56,7 @@ class CancelCommand:
     `allowed_networks` are cancelled (an empty tuple allows all networks), and those that used a
     secret whose hash is in `ended_secrets`. `owner_id` names an organization or project: all its
     requests are cancelled if it was suspended, by the operator or not; with
-    `suspended_by_operator` None it was resumed.
+    `suspended_by_operator` None it was resumed, with `closes` it was closed for good.
     """
 
     command_id: int
@@ -67,6 +67,7 @@ class CancelCommand:
     changed_key_id: uuid.UUID | None = None
     owner_id: uuid.UUID | None = None
     suspended_by_operator: bool | None = None
+    closes: bool = False
     allowed_networks: tuple[str, ...] = ()
     ended_secrets: tuple[bytes, ...] = ()
 
@@ -110,13 +111,21 @@ async def recheck_key(
 
 
 async def announce_suspension(
-    session: AsyncSession, owner_id: uuid.UUID, reason: str, *, by_operator: bool | None
+    session: AsyncSession,
+    owner_id: uuid.UUID,
+    reason: str,
+    *,
+    by_operator: bool | None,
+    closes: bool = False,
 ) -> None:
     """Write a command that an organization or project is suspended, or resumed: `by_operator` None.
 
-    All its requests are cancelled. The command takes effect when the caller commits.
+    All its requests are cancelled. With `closes` it is closed for good. The command takes effect
+    when the caller commits.
     """
-    await _command(session, reason, owner_id=owner_id, suspended_by_operator=by_operator)
+    await _command(
+        session, reason, owner_id=owner_id, suspended_by_operator=by_operator, closes=closes
+    )
 
 
 async def _command(session: AsyncSession, reason: str = "", **values: object) -> None:

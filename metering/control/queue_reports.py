@@ -15,7 +15,6 @@ import psycopg
 from metering.store.db import (
     KEEPALIVES,
     BoundedConnection,
-    connection_options,
     patience,
     psycopg_conninfo,
 )
@@ -93,7 +92,6 @@ class QueueReports:
             self._conninfo,
             autocommit=True,
             connect_timeout=CONNECT_TIMEOUT_S,
-            options=connection_options(),
             **KEEPALIVES,
         )
         try:

@@ -20,6 +20,7 @@ OWNER_COLUMNS = (
     *("person_id", "service_account_id"),
 )
 UNLOGGED = frozenset({"secret_hash", "secret", "token_hash"})  # columns that must not be logged
+ENTRIES_PER_STATEMENT = 1000  # five parameters each; PostgreSQL's limit is 65,535
 
 Snapshot = dict[str, Any]
 
@@ -45,7 +46,14 @@ async def record_change(
 ) -> None:
     """Add an audit entry. `before` is None for a new object, `after` None for a deleted one."""
     entry = {"actor": actor, "action": action, "subject_id": subject_id}
-    await session.execute(insert(AuditEntry).values(entry | {"before": before, "after": after}))
+    await record_changes(session, [entry | {"before": before, "after": after}])
+
+
+async def record_changes(session: AsyncSession, entries: Sequence[dict[str, Any]]) -> None:
+    """Add audit entries, each with the arguments of `record_change` by name."""
+    for start in range(0, len(entries), ENTRIES_PER_STATEMENT):
+        of_one = entries[start : start + ENTRIES_PER_STATEMENT]
+        await session.execute(insert(AuditEntry).values(of_one))
 
 
 async def list_audit_entries(
@@ -54,7 +62,7 @@ async def list_audit_entries(
     page_size: int = 100,
     before_entry_id: int = 0,
     subject_ids: Collection[str] | None = None,
-    actor: str = "",
+    actor: str | uuid.UUID = "",
     action_prefix: str = "",
     start_at: datetime | None = None,
     end_at: datetime | None = None,
@@ -62,7 +70,8 @@ async def list_audit_entries(
     """List audit entries, the newest first.
 
     `before_entry_id` lists only entries with lower ids; 0 starts with the newest. `subject_ids`
-    selects changes of these objects and of objects that refer to them (`OWNER_COLUMNS`).
+    selects changes of these objects and of objects that refer to them (`OWNER_COLUMNS`). `actor`
+    selects the changes of a key by prefix, or of a person by id.
     `action_prefix` is a prefix such as "api_key.". `start_at` is inclusive, `end_at` exclusive.
     Raises: InvalidValue.
     """
@@ -83,7 +92,10 @@ async def list_audit_entries(
             )
         )
     if actor:
-        query = query.where(AuditEntry.actor == actor)
+        is_person = isinstance(actor, uuid.UUID)
+        query = query.where(
+            (AuditEntry.actor_person_id if is_person else AuditEntry.actor) == actor
+        )
     if action_prefix:
         query = query.where(AuditEntry.action.startswith(action_prefix, autoescape=True))
     if start_at is not None:
@@ -96,7 +108,11 @@ async def list_audit_entries(
 def referred_ids(entry: AuditEntry) -> set[uuid.UUID]:
     """Collect the ids of the object of an entry and of its owners, before and after the change."""
     states = [state for state in (entry.before, entry.after) if isinstance(state, dict)]
-    texts = [entry.subject_id, *(state.get(each) for state in states for each in OWNER_COLUMNS)]
+    texts = [
+        entry.subject_id,
+        entry.actor_person_id,
+        *(state.get(each) for state in states for each in OWNER_COLUMNS),
+    ]
     found = set()
     for each in texts:
         with contextlib.suppress(ValueError):

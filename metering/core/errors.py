@@ -145,15 +145,46 @@ class KeyInvalid(MeteringError):
         super().__init__(message)
 
 
+class OrganizationClosed(KeyInvalid):
+    """The organization is closed for good, and all of its keys are revoked."""
+
+    reason = "ORGANIZATION_CLOSED"
+
+    def __init__(self, closure: str) -> None:
+        super().__init__(
+            f"Your organization is closed for good: {closure}. Its keys are revoked, and nothing"
+            " opens it again: ask the operator for another organization."
+        )
+
+
+class ProjectClosed(KeyInvalid):
+    """The project is closed for good, and all of its keys are revoked."""
+
+    reason = "PROJECT_CLOSED"
+
+    def __init__(self, closure: str) -> None:
+        super().__init__(
+            f"Your project is closed for good: {closure}. Its keys are revoked: use a key of"
+            " another project, or ask an administrator of your organization for one."
+        )
+
+
 class TokenInvalid(KeyInvalid):
-    """The token of an issuer is not accepted; the text says why."""
+    """The token is not accepted; the text says why.
+
+    `origins` are those of pages that may read this, because the token is for them.
+    """
 
     reason = "TOKEN_INVALID"
 
     def __init__(
-        self, why: str, remedy: str = "Send a new one from your identity provider."
+        self,
+        why: str,
+        remedy: str = "Send a new one from your identity provider.",
+        origins: Sequence[str] = (),
     ) -> None:
         super().__init__(f"Your token is not accepted: {why}. {remedy}")
+        self.origins = tuple(origins)
 
 
 class KeyRevoked(MeteringError):
@@ -162,15 +193,14 @@ class KeyRevoked(MeteringError):
     reason = "KEY_REVOKED"
 
 
-class InvitationInvalid(MeteringError):
+class InvitationInvalid(KeyInvalid):
     """The token of the invitation is unknown, used, revoked or expired; the reply hides which."""
 
     reason = "INVITATION_INVALID"
 
     def __init__(self) -> None:
         super().__init__(
-            "Your invitation is unknown, used, revoked or expired. Ask whoever invited you for"
-            " another one."
+            "Your invitation is unknown, used, revoked or expired. Ask for another one."
         )
 
 

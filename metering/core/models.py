@@ -142,7 +142,9 @@ class Project(Base):
 class Suspension(Base):
     """Suspension of an organization or of one project of it (`tenants/suspensions.py`).
 
-    `by_operator` is False if the organization suspended its own project.
+    `by_operator` is False if the organization suspended its own project. With `closed_at` the
+    owner is closed for good (`metering/closures.py`), and a trigger keeps the row as it is.
+    `remaining_credit` says what happens to credit that the final month of an organization leaves.
     """
 
     __tablename__ = "suspensions"
@@ -153,6 +155,8 @@ class Suspension(Base):
     reason: Mapped[str]
     by_operator: Mapped[bool]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    closed_at: Mapped[datetime | None]
+    remaining_credit: Mapped[str] = mapped_column(server_default="")
 
 
 class ApiKey(Base):
@@ -318,6 +322,84 @@ class GroupMembership(Base):
 
     membership_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("memberships.id"), primary_key=True)
     provider: Mapped[str]
+
+
+class TokenIssuer(Base):
+    """Issuer whose tokens for one audience authenticate callers of one organization.
+
+    A row never changes but for its removal.
+    """
+
+    __tablename__ = "token_issuers"
+
+    id: Mapped[GeneratedId]
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    issuer: Mapped[str]
+    audience: Mapped[str]
+    algorithms: Mapped[list[str]]
+    # Where its public keys are; both empty: where its discovery document says.
+    keys_url: Mapped[str]
+    keys: Mapped[str]
+    leeway_s: Mapped[int]
+    lifetime_max_s: Mapped[int]
+    token_type: Mapped[str]
+    requires_id: Mapped[bool]
+    # Claims that narrow what a token may do; empty for none.
+    project_claim: Mapped[str]
+    end_user_claim: Mapped[str]
+    models_claim: Mapped[str]
+    max_output_tokens_claim: Mapped[str]
+    label_claims: Mapped[list[str]]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    removed_at: Mapped[datetime | None]
+
+
+class TokenKey(Base):
+    """Bound key that acts for the tokens of an issuer whose project claim has a value."""
+
+    __tablename__ = "token_keys"
+
+    token_issuer_id: Mapped[uuid.UUID] = mapped_column(
+        ForeignKey("token_issuers.id"), primary_key=True
+    )
+    claim_value: Mapped[str] = mapped_column(primary_key=True)
+    api_key_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("api_keys.id"), unique=True)
+
+
+class TokenRevocation(Base):
+    """Revoked token, session or subject of an issuer, by the hash of its name.
+
+    It expires when the last token that it can concern has.
+    """
+
+    __tablename__ = "token_revocations"
+
+    mark: Mapped[bytes] = mapped_column(primary_key=True)
+    token_issuer_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("token_issuers.id"))
+    kind: Mapped[str]
+    revoked_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    expires_at: Mapped[datetime]
+
+
+class ClientToken(Base):
+    """Token for minutes that an API key made for a browser, and how often it was used."""
+
+    __tablename__ = "client_tokens"
+
+    id: Mapped[GeneratedId]
+    api_key_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("api_keys.id"))
+    secret_hash: Mapped[bytes] = mapped_column(unique=True)
+    call: Mapped[str]
+    model: Mapped[str]
+    end_user: Mapped[str]
+    origins: Mapped[list[str]]
+    max_requests: Mapped[int]
+    request_count: Mapped[int] = mapped_column(server_default=text("0"))
+    max_input_tokens: Mapped[int | None]
+    max_output_tokens: Mapped[int | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    expires_at: Mapped[datetime]
+    revoked_at: Mapped[datetime | None]
 
 
 class AuditEntry(Base):

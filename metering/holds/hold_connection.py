@@ -45,7 +45,6 @@ from metering.store.db import (
     KEEPALIVES,
     BoundedConnection,
     StoreGate,
-    connection_options,
     psycopg_conninfo,
 )
 from metering.store.pipeline import Connection, id_number_array, run_pipeline
@@ -320,8 +319,10 @@ class HoldConnection:
                 self._conninfo,
                 autocommit=True,
                 connect_timeout=CONNECT_TIMEOUT_S,
-                options=connection_options(
-                    (*SERVER_LIMITS, *PLANS, f"application_name=weir-{self._owner.process_id}")
+                settings=(
+                    *SERVER_LIMITS,
+                    *PLANS,
+                    f"application_name=weir-{self._owner.process_id}",
                 ),
                 **KEEPALIVES,
             )

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psycopg
 import structlog
 
 from common.incidents import Retries
@@ -22,7 +21,7 @@ from metering.holds.hold_connection import BATCH_SIZE_MAX, HoldConnection
 from metering.holds.journal import AbandonedJournal, Delivered, abandoned_journals
 from metering.holds.operations import Ended, Expire, HoldAnswer, Renew, Settle, Settled
 from metering.receipts.chaining import BatchSigner
-from metering.store.db import CONNECT_TIMEOUT_S, StoreGate, connection_options, psycopg_conninfo
+from metering.store.db import CONNECT_TIMEOUT_S, BoundedConnection, StoreGate, psycopg_conninfo
 
 log = structlog.get_logger(__name__)
 
@@ -162,11 +161,8 @@ async def sweep_expired_holds(
     `signer` signs receipts; with None they are unsigned. Raises: psycopg.OperationalError or
     DatabaseUnavailable.
     """
-    async with await psycopg.AsyncConnection.connect(
-        psycopg_conninfo(database_url),
-        autocommit=True,
-        connect_timeout=CONNECT_TIMEOUT_S,
-        options=connection_options(),
+    async with await BoundedConnection.connect(
+        psycopg_conninfo(database_url), autocommit=True, connect_timeout=CONNECT_TIMEOUT_S
     ) as connection:
         cursor = await connection.execute(
             "SELECT id FROM holds WHERE state = 'held' AND expires_at <= now() AND id <> ALL(%s)"

@@ -419,5 +419,10 @@ def notes(report: MonthReport, issuer: Issuer) -> Iterator[str]:
             f" granted and {exact_text(report.credit.expired_picos, currency)} expired in this"
             f" month, {exact_text(report.credit.remaining_picos, currency)} left at its end."
         )
+    if report.credit.refunded_picos:
+        yield (
+            f"The account is closed. Of its prepaid credit, {currency}"
+            f" {exact_text(report.credit.refunded_picos, currency)} were left, and are paid back."
+        )
     if report.closed is not None and report.closed.receipts_root:
         yield f"Root of the receipts of this month: {report.closed.receipts_root}"

@@ -112,11 +112,15 @@ class CreditNoteIssued:
 
 @dataclass(frozen=True, slots=True)
 class PrepaidCredit:
-    """Prepaid credit of a month, in picos: granted, expired, and remaining at the month's end."""
+    """Prepaid credit of a month, in picos: granted, expired, and remaining at the month's end.
+
+    `refunded_picos` is owed to a closed organization.
+    """
 
     granted_picos: int = 0
     expired_picos: int = 0
     remaining_picos: int = 0
+    refunded_picos: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +246,8 @@ def to_json(report: MonthReport) -> str:
         "prepaid_credit": {
             name.removesuffix("_picos"): _text(report, picos)
             for name, picos in asdict(report.credit).items()
+            # Documents closed before there were refunds have no such field.
+            if picos or name != "refunded_picos"
         },
         "credit_notes": [
             {

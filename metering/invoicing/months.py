@@ -101,7 +101,10 @@ SELECT -coalesce(sum(e.amount_picos), 0) AS remaining_picos,
        ), 0) AS granted_picos,
        coalesce(sum(e.amount_picos) FILTER (
            WHERE t.billing_month = :month AND t.kind = '{TransactionKind.CREDIT_EXPIRED}'
-       ), 0) AS expired_picos
+       ), 0) AS expired_picos,
+       coalesce(sum(e.amount_picos) FILTER (
+           WHERE t.billing_month = :month AND t.kind = '{TransactionKind.CREDIT_REFUNDED}'
+       ), 0) AS refunded_picos
 FROM ledger_accounts c
 JOIN ledger_entries e ON e.account_id = c.id
 JOIN ledger_transactions t ON t.id = e.transaction_id

@@ -26,7 +26,7 @@ from metering.ledger.ledger import MonthState, month_end, take_posting_lock
 from metering.pricing.prices import checked_model
 from metering.pricing.resale_prices import resale_price_at
 from metering.store.db import database_now
-from metering.tenants.tenants import as_uuid
+from metering.tenants.tenants import as_uuid, check_open
 from metering.tenants.usage_subjects import checked_end_user, create_usage_subject
 
 REPLICAS_MAX = 1000  # more is a mistake
@@ -90,6 +90,7 @@ async def rent_replicas(
         raise InvalidValue(
             "replica_count", f"must be between 1 and {REPLICAS_MAX}, got {terms.replica_count}"
         )
+    await check_open(session, owner)
     await take_posting_lock(session, owner.id)  # against a close
     starts_at = await _moment(session, owner.id, "start_time", terms.starts_at)
     if terms.starts_at is None:  # a price that was set in this second is in force in the next one

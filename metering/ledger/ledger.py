@@ -44,9 +44,9 @@ class AccountKind(StrEnum):
 
     receivable: amount owed by the customer. revenue: usage at list price. discount: reductions by
     the plan. commitment: charge for an unreached minimum. prepaid_credit: remaining credit, as a
-    negative number. credit_funding: source of granted credit. credit_breakage: credit that expired
-    unused. adjustment: manual corrections. rounding: amounts moved from one invoice to the next by
-    rounding to minor units.
+    negative number. credit_funding: source of granted credit, to which refunds return it.
+    credit_breakage: credit that expired unused. adjustment: manual corrections. rounding: amounts
+    moved from one invoice to the next by rounding to minor units.
     """
 
     RECEIVABLE = "receivable"
@@ -68,6 +68,7 @@ class TransactionKind(StrEnum):
     CREDIT_GRANTED = "credit_granted"
     CREDIT_APPLIED = "credit_applied"
     CREDIT_EXPIRED = "credit_expired"
+    CREDIT_REFUNDED = "credit_refunded"
     ADJUSTMENT = "adjustment"
     ROUNDING = "rounding"
 
@@ -82,6 +83,7 @@ ACCOUNTS_OF = {
         ("credit_granted", "credit_funding prepaid_credit"),
         ("credit_applied", "receivable prepaid_credit"),
         ("credit_expired", "prepaid_credit credit_breakage"),
+        ("credit_refunded", "prepaid_credit credit_funding"),
         ("adjustment", "receivable adjustment"),
         ("rounding", "receivable rounding"),
     )

@@ -26,7 +26,7 @@ from metering.core.money import checked_currency
 from metering.ledger.ledger import MonthState, current_month, month_of, share_posting_locks
 from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Selector, TieredPrice
 from metering.quotas.quota_admin import lock_subject
-from metering.tenants.tenants import checked_name, find_organization
+from metering.tenants.tenants import check_open, checked_name, find_organization
 
 # Rules of a plan, as `rules_document` writes them. Other rules are another version.
 PLANS = text("""
@@ -196,6 +196,8 @@ async def assign_plan(
     MonthClosed if an affected month is closed or closing.
     """
     owner = await find_organization(session, organization)
+    if plan:
+        await check_open(session, owner)
     chosen = await find_plan(session, plan, version) if plan else None
     month = await current_month(session) if first_month is None else month_of(first_month)
     await share_posting_locks(session, (owner.id,))

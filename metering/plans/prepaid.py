@@ -12,8 +12,8 @@ that ends with this month is part of the limit as a temporary override until the
 ends by the database's clock even if no worker runs; credit that begins with a month is added by the
 next run of a worker.
 
-Credit consists of grants, the amounts spent of them by month closes, and expiries. Balances are
-sums, never stored. A close, in its transaction, passes `usable_grants` to `plans.apply_credit`,
+Credit consists of grants, the amounts spent of them by month closes, expiries and refunds. Balances
+are sums, never stored. A close, in its transaction, passes `usable_grants` to `plans.apply_credit`,
 writes the result with `spend`, then posts the rest of ending grants with `expire`; it posts the
 ledger transaction `credit_applied` (prepaid_credit against receivable) itself. Grants and expiries
 are posted here.
@@ -29,6 +29,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time
+from enum import StrEnum
 
 from sqlalchemy import select, text
 from sqlalchemy.dialects.postgresql import insert
@@ -70,7 +71,7 @@ from metering.quotas.quota_admin import (
 )
 from metering.quotas.quota_recount import recount
 from metering.store.db import Sessions, database_now
-from metering.tenants.tenants import find_organization
+from metering.tenants.tenants import check_open, find_organization
 
 AMOUNT_MAX_PICOS = 10**18  # a million units; a limit that sums several grants must fit its column
 REASON_CHARS_MAX = 500
@@ -79,7 +80,8 @@ GRANTS_WHERE = f"""
 SELECT g.id, g.organization_id, g.currency_code, g.amount_picos, g.first_month, g.last_month,
        g.reason, g.granted_by, g.created_at,
        coalesce(spent.picos, 0)::bigint AS spent_picos,
-       coalesce(expired.picos, 0)::bigint AS expired_picos
+       coalesce(ended.expired_picos, 0)::bigint AS expired_picos,
+       coalesce(ended.refunded_picos, 0)::bigint AS refunded_picos
 FROM credit_grants g
 LEFT JOIN (
     SELECT grant_id, sum(amount_picos) AS picos
@@ -87,13 +89,17 @@ LEFT JOIN (
     GROUP BY 1
 ) spent ON spent.grant_id = g.id
 LEFT JOIN (
-    SELECT t.source_id, sum(e.amount_picos) AS picos
+    SELECT t.source_id,
+           sum(e.amount_picos) FILTER (WHERE t.kind = '{TransactionKind.CREDIT_EXPIRED}')
+               AS expired_picos,
+           sum(e.amount_picos) FILTER (WHERE t.kind = '{TransactionKind.CREDIT_REFUNDED}')
+               AS refunded_picos
     FROM ledger_transactions t
     JOIN ledger_entries e ON e.transaction_id = t.id
     JOIN ledger_accounts a ON a.id = e.account_id AND a.kind = '{AccountKind.PREPAID_CREDIT}'
-    WHERE t.kind = '{TransactionKind.CREDIT_EXPIRED}'
+    WHERE t.kind IN ('{TransactionKind.CREDIT_EXPIRED}', '{TransactionKind.CREDIT_REFUNDED}')
     GROUP BY 1
-) expired ON expired.source_id = g.id
+) ended ON ended.source_id = g.id
 WHERE
 """
 GRANT = text(f"{GRANTS_WHERE} g.id = :grant_id")
@@ -106,11 +112,29 @@ INSERT INTO credit_applications (grant_id, billing_month, amount_picos)
 SELECT grant_id, CAST(:month AS date), picos
 FROM unnest(CAST(:grant_ids AS uuid[]), CAST(:amounts AS numeric[])) AS spent (grant_id, picos)
 """)
+# The choice of an organization that was closed before a time; no row before that, or if it is open.
+FINAL_CREDIT = text("""
+SELECT remaining_credit
+FROM suspensions
+WHERE organization_id = :organization_id AND project_id IS NULL AND closed_at <= :at
+""")
 
 ENDS_WITH_THE_MONTH = "prepaid credit that ends with the month"
 # Maximum of the column: 9,223,372 units, for all usage of an organization and its credit. NUMERIC
 # would slow down the counters, which every request updates.
 LIMIT_MAX = 2**63 - 1
+
+
+class RemainingCredit(StrEnum):
+    """Choice for the credit that the final month of a closed organization leaves.
+
+    refund: it is owed to the customer, and paid outside of Weir. expire: it is forfeited. keep: it
+    stays until its grants end.
+    """
+
+    REFUND = "refund"
+    EXPIRE = "expire"
+    KEEP = "keep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +152,13 @@ class Grant:
     created_at: datetime
     spent_picos: int = 0
     expired_picos: int = 0
+    refunded_picos: int = 0
 
     @property
     def remaining_picos(self) -> int:
         """Amount that closed months have left."""
-        return self.amount_picos - self.spent_picos - self.expired_picos
+        spent_or_ended = self.spent_picos + self.expired_picos + self.refunded_picos
+        return self.amount_picos - spent_or_ended
 
     def usable_in(self, month: date) -> bool:
         """Return True if the grant may pay for a month's charges."""
@@ -154,6 +180,7 @@ async def grant_credit(
     Raises: NotFound, InvalidValue.
     """
     owner = await find_organization(session, organization)
+    await check_open(session, owner)
     now = await database_now(session)
     this_month = await current_month(session)
     begins = this_month if first_month is None else month_of(first_month)
@@ -242,15 +269,20 @@ async def expire(
 ) -> list[Grant]:
     """Post the expiry of grants that end with a month or before. Idempotent.
 
-    Returns the grants as they were. `at` is the effective time, within the month.
+    In the final month of a closed organization all grants end, and are refunded if its closing says
+    so. Returns the grants as they were. `at` is the effective time, within the month.
     """
+    choice = await session.scalar(FINAL_CREDIT, {"organization_id": organization_id, "at": at})
+    is_final = choice in (RemainingCredit.REFUND, RemainingCredit.EXPIRE)
     ended = [
         each
         for each in await grants_of(session, organization_id)
-        if each.last_month <= month and each.remaining_picos > 0
+        if (is_final or each.last_month <= month) and each.remaining_picos > 0
     ]
-    moved = (AccountKind.PREPAID_CREDIT, AccountKind.CREDIT_BREAKAGE)
-    kind = TransactionKind.CREDIT_EXPIRED
+    kind, account = TransactionKind.CREDIT_EXPIRED, AccountKind.CREDIT_BREAKAGE
+    if choice == RemainingCredit.REFUND:
+        kind, account = TransactionKind.CREDIT_REFUNDED, AccountKind.CREDIT_FUNDING
+    moved = (AccountKind.PREPAID_CREDIT, account)
     await post(
         session, [_posting(each, kind, month, at, each.remaining_picos, moved) for each in ended]
     )

@@ -21,11 +21,18 @@ from metering.proof.invoice_checks import INVOICE_CHECKS
 from metering.proof.ledger_checks import LEDGER_CHECKS
 from metering.proof.receipt_checks import RECEIPT_CHECKS
 from metering.proof.schema_checks import SCHEMA_CHECKS
+from metering.proof.tenant_checks import TENANT_CHECKS
 from metering.proof.usage_checks import USAGE_CHECKS
-from metering.store.db import CONNECT_TIMEOUT_S, SETTLE, connection_options, psycopg_conninfo
+from metering.store.db import (
+    CONNECT_TIMEOUT_S,
+    connection_options,
+    psycopg_conninfo,
+    settle_statement,
+)
 
 CHECKS: tuple[Check, ...] = (
     *SCHEMA_CHECKS,
+    *TENANT_CHECKS,
     *HOLD_CHECKS,
     *COUNTER_CHECKS,
     *USAGE_CHECKS,
@@ -115,7 +122,7 @@ def connect(database_url: str, settings: Sequence[str] = ()) -> Connection:
         connect_timeout=CONNECT_TIMEOUT_S,
         options=connection_options(settings),
     )
-    connection.execute(SETTLE)
+    connection.execute(settle_statement(settings).encode())
     connection.commit()
     connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
     connection.read_only = True

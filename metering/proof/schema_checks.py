@@ -56,6 +56,7 @@ TRIGGERS = {f"{table}_append_only": "refuse_change" for table in APPEND_ONLY.spl
     "stripe_late_items_restrict_update": "stripe_late_item_keeps_amount",
     "stripe_month_items_restrict_update": "stripe_month_item_keeps_amount",
     "stripe_month_settlements_restrict_update": "stripe_month_settled_once",
+    "suspensions_closed_for_good": "refuse_reopening",
     "usage_events_match_holds": "usage_events_match_holds",
     "usage_events_partition": "refuse_partition",
     "usage_events_posted": "usage_events_posted",

@@ -30,12 +30,14 @@ from sqlalchemy.orm import aliased
 from metering.core.models import (
     ApiKey,
     Organization,
+    Person,
     Project,
     Quota,
     QuotaCounter,
     QuotaDimension,
     QuotaSubject,
     QuotaTerms,
+    ServiceAccount,
     UsageSubject,
 )
 from metering.quotas.quota_rules import (
@@ -402,7 +404,8 @@ def sort_key(state: QuotaState) -> tuple[int, str, int, int, str, bool]:
 async def subject_names(
     session: AsyncSession, subject_ids: Collection[uuid.UUID]
 ) -> dict[uuid.UUID, str]:
-    """Look up display names: of organizations, projects ("org/project"), keys and usage subjects.
+    """Look up display names: of organizations, projects ("org/project"), keys, persons, service
+    accounts and usage subjects.
 
     A key has its prefix, an end user the name that its customer gave it, a label `KEY=VALUE`.
     """
@@ -411,6 +414,8 @@ async def subject_names(
         Organization, Organization.id == Project.organization_id
     )
     keys = select(ApiKey.id, ApiKey.prefix)
+    persons = select(Person.id, Person.display_name)
+    accounts = select(ServiceAccount.id, ServiceAccount.name)
     label = UsageSubject.label_key + "=" + UsageSubject.name
     members = select(
         UsageSubject.id,
@@ -420,6 +425,8 @@ async def subject_names(
         organizations.where(Organization.id.in_(subject_ids)),
         projects.where(Project.id.in_(subject_ids)),
         keys.where(ApiKey.id.in_(subject_ids)),
+        persons.where(Person.id.in_(subject_ids)),
+        accounts.where(ServiceAccount.id.in_(subject_ids)),
         members.where(UsageSubject.id.in_(subject_ids)),
     )
     return {row[0]: row[1] for row in await session.execute(union_all(*queries))}

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import os
 import random
 import socket
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -50,13 +51,16 @@ from metering.store.refusals import refusal_of
 BACKOFF_MIN_S = 0.05  # maximum delay in noticing that a restarted database is back
 BACKOFF_MAX_S = 2.0  # maximum pause, before jitter of up to half as much again
 CONNECT_TIMEOUT_S = 5  # a local network answers within milliseconds
+# A host that is silent for longer gets its full time, but the next one is asked meanwhile.
+HOST_PATIENCE_S = 0.5
+PER_HOST = ("host", "hostaddr", "port")  # libpq's parameters with one value for each host
 
 # Above the server's statement timeout, which applies first if the server works.
 ANSWER_TIMEOUT_S = 12.0
 # Settings that Weir relies on. Those of a connection take precedence over the defaults of server,
 # database and role, whatever these are. `search_path` is the operator's choice of a schema.
 OWN_SETTINGS = (
-    r"default_transaction_isolation=read\ committed",  # statements lock rows, then read them
+    "default_transaction_isolation=read committed",  # statements lock rows, then read them
     "default_transaction_read_only=off",
     "default_transaction_deferrable=off",
     "lock_timeout=0",  # the time limit of statements applies; single transactions set a shorter one
@@ -164,15 +168,6 @@ class StoreGate:
         self._next_attempt_at = self._clock() + pause_s
 
 
-# Sent on a new connection. Any other `synchronous_commit` waits at least for the server's own disk,
-# and some for standbys: they are kept. `transaction_timeout` exists since PostgreSQL 17.
-SETTLE = """
-SELECT set_config(name, CASE name WHEN 'synchronous_commit' THEN 'on' ELSE '0' END, false)
-FROM pg_settings
-WHERE (name = 'synchronous_commit' AND setting = 'off')
-   OR (name = 'transaction_timeout' AND setting <> '0')
-"""
-
 _patience_s: ContextVar[float] = ContextVar("patience_s", default=ANSWER_TIMEOUT_S)
 
 
@@ -195,17 +190,69 @@ class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
     """
 
     @classmethod
-    async def connect(cls, *args: Any, **parameters: Any) -> Self:
-        """Open a connection that commits durably. Raises: psycopg.OperationalError."""
+    async def connect(
+        cls, conninfo: str = "", *, settings: Sequence[str] = (), **parameters: Any
+    ) -> Self:
+        """Open a connection that commits durably, to the first host that accepts it.
+
+        It has the settings of `connection_settings`, and those of `settings`.
+
+        A lost machine does not refuse connections: it is silent. So a host that has not answered
+        within `HOST_PATIENCE_S` does not delay the others. While it is silent, those that refused
+        are asked again, since one of them may be promoted. Raises: psycopg.OperationalError.
+        """
+        hosts = single_hosts(conninfo, parameters)
+        if len(hosts) == 1:
+            return await cls._connect_to(conninfo, settings, **parameters)
+        connected: list[Self] = []
+        asked: dict[int, asyncio.Task[None]] = {}
+        failures: dict[int, str] = {}
+        ended = asyncio.Event()
+
+        async def ask(index: int) -> None:
+            try:
+                connection = await cls._connect_to(conninfo, settings, **parameters | hosts[index])
+                connected.append(connection)
+            except (psycopg.Error, OSError) as error:
+                failures[index] = str(error).strip()
+            del asked[index]
+            ended.set()
+
         try:
-            connection = await super().connect(*args, **parameters)
+            async with asyncio.TaskGroup() as tasks:
+                for index in itertools.cycle(range(len(hosts))):
+                    ended.clear()
+                    if index not in asked:
+                        asked[index] = tasks.create_task(ask(index), name="database host")
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(HOST_PATIENCE_S):
+                            await ended.wait()
+                    if connected or (not asked and len(failures) == len(hosts)):
+                        break
+                for task in asked.values():
+                    task.cancel()
+        except BaseException:
+            for connection in connected:
+                await connection.close()
+            raise
+        for connection in connected[1:]:
+            await connection.close()
+        if not connected:
+            raise psycopg.OperationalError(f"no host takes writes: {'; '.join(failures.values())}")
+        return connected[0]
+
+    @classmethod
+    async def _connect_to(cls, conninfo: str, settings: Sequence[str], **parameters: Any) -> Self:
+        options = connection_options(settings)
+        try:
+            connection = await super().connect(conninfo, **parameters | {"options": options})
         except BaseException as error:
             # The error's frames hold the socket of a cancelled attempt, which would stay open until
             # a garbage collection.
             traceback.clear_frames(error.__traceback__)
             raise
         try:
-            await connection.execute(SETTLE)
+            await connection.execute(settle_statement(settings).encode())
             await connection.commit()
         except BaseException:
             await connection.close()
@@ -227,6 +274,18 @@ class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
             socket.socket(fileno=os.dup(self.fileno())) as twin,
         ):
             twin.shutdown(socket.SHUT_RDWR)
+
+
+def single_hosts(conninfo: str, parameters: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Split the hosts of a connection into parameters for each of them, in order."""
+    own = {name: parameters[name] for name in PER_HOST if name in parameters}
+    named = conninfo_to_dict(conninfo, **own)
+    lists = {name: str(named[name]).split(",") for name in PER_HOST if named.get(name)}
+    count = max(map(len, lists.values()), default=1)
+    return [
+        {name: values[index % len(values)] for name, values in lists.items()}
+        for index in range(count)
+    ]
 
 
 Sessions = async_sessionmaker[AsyncSession]
@@ -349,7 +408,7 @@ def create_engine(
         pool_timeout=POOL_WAIT_S,
         pool_pre_ping=True,
         hide_parameters=True,  # errors are logged, and parameters have names of end users
-        connect_args={"options": connection_options(), "async_creator_fn": gated_connect(gate)},
+        connect_args={"async_creator_fn": gated_connect(gate)},
     )
     event.listen(engine.sync_engine, "handle_error", raise_database_unavailable)
     return engine
@@ -379,8 +438,8 @@ def gated_connect(gate: StoreGate) -> Callable[..., Awaitable[BoundedConnection]
 
     async def connect(*args: Any, **parameters: Any) -> BoundedConnection:
         with gate.attempt():
-            settings = {"connect_timeout": CONNECT_TIMEOUT_S, **KEEPALIVES, **parameters}
-            connection = await BoundedConnection.connect(*args, **settings)
+            limits = {"connect_timeout": CONNECT_TIMEOUT_S, **KEEPALIVES}
+            connection = await BoundedConnection.connect(*args, **limits | parameters)
         gate.answered()
         return connection
 
@@ -398,16 +457,44 @@ def raise_database_unavailable(context: ExceptionContext) -> None:
         raise refusal from context.original_exception
 
 
-def connection_options(extra: Sequence[str] = ()) -> str:
-    """Build the libpq `options` of a connection. Settings in `extra` override the defaults."""
-    settings = (
+def connection_settings(extra: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the settings of a connection as `NAME=VALUE`. Those in `extra` come last and win."""
+    return (
         f"statement_timeout={STATEMENT_TIMEOUT_MS}",
         f"idle_in_transaction_session_timeout={IDLE_IN_TRANSACTION_TIMEOUT_MS}",
         "application_name=weir",
         "tcp_keepalives_idle=30",  # lets the server detect a lost client
         *OWN_SETTINGS,
+        *extra,
     )
-    return " ".join(f"-c {setting}" for setting in (*settings, *extra))
+
+
+def connection_options(extra: Sequence[str] = ()) -> str:
+    """Build the libpq `options` of a connection with these settings."""
+    settings = (setting.replace(" ", r"\ ") for setting in connection_settings(extra))
+    return " ".join(f"-c {setting}" for setting in settings)
+
+
+def settle_statement(extra: Sequence[str] = ()) -> str:
+    """Build the first statement of a connection, which makes sure that its settings apply.
+
+    A pooler does not pass `options` on: PgBouncer refuses them, or drops them silently. Of the
+    other settings, a `synchronous_commit` other than `off` waits at least for the server's own
+    disk, and some values for standbys: it is kept. `transaction_timeout` exists since PostgreSQL
+    17.
+    """
+    values = ", ".join(
+        "('{}', '{}')".format(*setting.replace("'", "''").split("=", 1))
+        for setting in connection_settings(extra)
+    )
+    return f"""
+SELECT set_config(name, value, false) FROM (VALUES {values}) AS own (name, value)
+UNION ALL
+SELECT set_config(name, CASE name WHEN 'synchronous_commit' THEN 'on' ELSE '0' END, false)
+FROM pg_settings
+WHERE (name = 'synchronous_commit' AND setting = 'off')
+   OR (name = 'transaction_timeout' AND setting <> '0')
+"""
 
 
 def create_sessions(engine: AsyncEngine) -> Sessions:

@@ -66,6 +66,7 @@ UPDATED = frozenset(
         "api_keys",
         "billing_months",
         "billing_profiles",
+        "client_tokens",
         "document_series",
         "export_progress",
         "holds",
@@ -95,6 +96,8 @@ UPDATED = frozenset(
         "stripe_objects",
         "superseded_secrets",
         "suspensions",
+        "token_issuers",
+        "token_revocations",
         "unrated_usage",
         "usage_events",
         "usage_subject_counts",
@@ -112,6 +115,7 @@ DELETED = frozenset(
         "alert_scans",
         "alert_webhooks",
         "cancel_commands",
+        "client_tokens",
         "group_memberships",
         "live_reports",
         "prepaid_organizations",
@@ -124,6 +128,7 @@ DELETED = frozenset(
         "sign_in_sessions",
         "superseded_secrets",
         "suspensions",
+        "token_revocations",
         "unrated_usage",
     }
 )

@@ -76,10 +76,18 @@ CAUSES: tuple[tuple[tuple[type[psycopg.Error], ...], str], ...] = (
     ),
 )
 NO_ANSWER = "the database does not answer"
+# PgBouncer's words; its refusals have no SQLSTATE.
+REFUSED_OPTIONS = "unsupported startup parameter"
+POOLER = (
+    "the pooler refuses connections with settings: set its ignore_startup_parameters = options,"
+    " and pool_mode = session"
+)
 
 
 def cause_of(error: BaseException) -> str:
     """Describe in a sentence what is wrong with the database."""
+    if REFUSED_OPTIONS in str(error):
+        return POOLER
     return next((cause for kinds, cause in CAUSES if isinstance(error, kinds)), NO_ANSWER)
 
 

@@ -24,7 +24,14 @@ from metering.core.errors import (
     WriteConflict,
 )
 from metering.core.models import ApiKey, Organization, Project
-from metering.tenants.api_keys import KeyRecord, create_api_key, find_api_key, is_unowned
+from metering.tenants.api_keys import (
+    NO_OWNER,
+    KeyOwner,
+    KeyRecord,
+    create_api_key,
+    find_api_key,
+    is_owned_like,
+)
 from metering.tenants.key_terms import DEFAULT_TERMS, KeyTerms, checked_terms
 from metering.tenants.tenants import (
     create_organization,
@@ -150,25 +157,26 @@ async def ensure_api_key(
     name: str,
     terms: KeyTerms = DEFAULT_TERMS,
     lifetime: timedelta | None = None,
+    owner: KeyOwner = NO_OWNER,
     allow_existing: bool = True,
     actor: str,
 ) -> tuple[KeyRecord, str, bool]:
-    """Create a key unless the project has an active one of this name with the same terms.
+    """Create a key unless the project has an active one of this name, owner and terms.
 
     Returns the key, its secret (empty for an existing key), and whether it existed. Without
     `allow_existing`, always creates one. Raises: NotFound; InvalidValue; AlreadyExists if the terms
     of the existing key differ, or if several keys have the name.
     """
-    owner = await find_project(session, project, organization=organization)
+    within = await find_project(session, project, organization=organization)
     # Serializes concurrent calls of the same script; admissions refer to the row and do not wait.
     await session.execute(
-        select(Project.id).where(Project.id == owner.id).with_for_update(key_share=True)
+        select(Project.id).where(Project.id == within.id).with_for_update(key_share=True)
     )
     working = select(ApiKey.id).where(
-        ApiKey.project_id == owner.id,
+        ApiKey.project_id == within.id,
         ApiKey.name == name,
         ApiKey.revoked_at.is_(None),
-        is_unowned(),
+        is_owned_like(owner),
         or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now()),
     )
     key_ids = (await session.scalars(working)).all() if allow_existing else ()
@@ -180,6 +188,7 @@ async def ensure_api_key(
             name=name,
             terms=terms,
             lifetime=lifetime,
+            owner=owner,
             actor=actor,
         )
         return key, secret, False

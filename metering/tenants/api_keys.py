@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -21,7 +21,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.control.live import cancel_requests_of_key, recheck_key
-from metering.core.audit import record_change, snapshot
+from metering.core.audit import record_change, record_changes, snapshot
 from metering.core.errors import InvalidValue, KeyRevoked, NotFound
 from metering.core.models import (
     QUOTA_TARGET,
@@ -46,7 +46,7 @@ from metering.tenants.authentication import (
 )
 from metering.tenants.key_groups import align_group_limits, lock_groups
 from metering.tenants.key_terms import DEFAULT_TERMS, KeyTerms, checked_terms
-from metering.tenants.tenants import as_uuid, find_organization, find_project
+from metering.tenants.tenants import as_uuid, check_open, find_organization, find_project
 
 KEY_NAME_MAX_CHARS = 100
 LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum within the range of a timestamp
@@ -137,6 +137,7 @@ async def create_api_key(
     InvalidValue.
     """
     within = await find_project(session, project, organization=organization)
+    await check_open(session, within)
     if terms.group:
         await lock_groups(session, within.organization_id)
     expires_at = None if lifetime is None else func.now() + checked_lifetime(lifetime)
@@ -187,13 +188,22 @@ async def create_api_key(
 def is_unowned() -> ColumnElement[bool]:
     """Return the condition that a key has a secret, and neither a person nor a service account.
 
-    Only these keys are found by name and are part of configurations.
+    Only these keys are part of configurations.
     """
-    owned = select(ApiKeyOwner.api_key_id).where(
-        ApiKeyOwner.api_key_id == ApiKey.id,
-        func.num_nonnulls(ApiKeyOwner.person_id, ApiKeyOwner.service_account_id) > 0,
-    )
-    return and_(ApiKey.secret_hash.is_not(None), ~owned.exists())
+    return is_owned_like(NO_OWNER)
+
+
+def is_owned_like(owner: KeyOwner) -> ColumnElement[bool]:
+    """Return the condition that a key has a secret and this person or service account, or none."""
+    owned = select(ApiKeyOwner.api_key_id).where(ApiKeyOwner.api_key_id == ApiKey.id)
+    if owner.is_known:
+        owned = owned.where(
+            ApiKeyOwner.person_id.is_not_distinct_from(owner.person_id),
+            ApiKeyOwner.service_account_id.is_not_distinct_from(owner.service_account_id),
+        )
+        return and_(ApiKey.secret_hash.is_not(None), owned.exists())
+    has_owner = func.num_nonnulls(ApiKeyOwner.person_id, ApiKeyOwner.service_account_id) > 0
+    return and_(ApiKey.secret_hash.is_not(None), ~owned.where(has_owner).exists())
 
 
 async def limit_new_key(
@@ -371,8 +381,31 @@ async def end_key(session: AsyncSession, key_id: uuid.UUID, actor: str) -> ApiKe
 
 
 def is_membership(key: KeyRecord) -> bool:
-    """Return whether a key acts for a member who has signed in."""
+    """Return whether a key acts for a signed-in member."""
     return key.is_bound and key.owner.person_id is not None
+
+
+async def revoke_keys_of(
+    session: AsyncSession, project_ids: Collection[uuid.UUID], *, actor: str
+) -> int:
+    """Revoke all keys of projects; return how many were not. The caller ends their requests.
+
+    In two statements, because a project may have thousands.
+    """
+    revocation = (
+        update(ApiKey)
+        .where(ApiKey.project_id.in_(project_ids), ApiKey.revoked_at.is_(None))
+        .values(revoked_at=func.now())
+        .returning(ApiKey)
+    )
+    keys = (await session.scalars(revocation.execution_options(populate_existing=True))).all()
+    entries = []
+    for key in keys:
+        after = snapshot(key)
+        entry = {"actor": actor, "action": "api_key.revoke", "subject_id": str(key.id)}
+        entries.append(entry | {"before": after | {"revoked_at": None}, "after": after})
+    await record_changes(session, entries)
+    return len(keys)
 
 
 async def _changeable(session: AsyncSession, record: KeyRecord) -> ApiKey:

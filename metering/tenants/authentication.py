@@ -1,7 +1,7 @@
 """Authentication of callers by the secrets of API keys, or by a bound key, which has no secret.
 
 A secret is shown once, at its creation; only its SHA-256 is stored. A bound key acts for a caller
-that is known by other means, such as a person who has signed in: nothing that a caller can send
+that is known by other means, such as a signed-in person: nothing that a caller can send
 authenticates it.
 """
 
@@ -13,11 +13,12 @@ import secrets
 import string
 import uuid
 from collections.abc import Collection
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from typing import Any
 
 from sqlalchemy import (
+    ColumnElement,
     Double,
     Row,
     Select,
@@ -31,7 +32,7 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
-from metering.core.errors import KeyInvalid
+from metering.core.errors import KeyInvalid, OrganizationClosed, ProjectClosed, TokenInvalid
 from metering.core.models import (
     ApiKey,
     ApiKeyOwner,
@@ -83,6 +84,23 @@ class Suspended:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenTerms:
+    """Terms of the token that a caller sent instead of a secret, beside those of its key.
+
+    `end_user` and `labels` are those of its requests. `marks` are the hashes by which a revocation
+    names it. A client token has an id, and may only make the HTTP call `call` from `origins`;
+    without origins, pages of other servers cannot use it.
+    """
+
+    end_user: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
+    marks: frozenset[bytes] = frozenset()
+    client_token_id: uuid.UUID | None = None
+    call: str = ""
+    origins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Principal:
     """Caller of a request, as identified by its key.
 
@@ -93,7 +111,7 @@ class Principal:
     key has several, a bound key none. `person_id` is that of the person the key belongs to; None if
     it belongs to no person. `terms` are those of the key; `scopes` (with the role, as
     `authority_of` returns them), `models`, `networks` and `bounds` have parts of them in the form
-    that requests look up.
+    that requests look up. `token` has the terms of a token that was sent instead of a secret.
     """
 
     api_key_id: uuid.UUID
@@ -112,10 +130,53 @@ class Principal:
     person_id: uuid.UUID | None = None
     address: Address | None = field(default=None, compare=False)
     secret_hash: bytes = field(default=b"", compare=False, repr=False)
+    token: TokenTerms | None = None
+
+    @property
+    def credentials(self) -> frozenset[bytes]:
+        """Hashes of what was sent; the end of one of them ends the requests of the caller."""
+        return frozenset({self.secret_hash}) if self.token is None else self.token.marks
 
     def may_use(self, model: str) -> bool:
         """Return True if the key may use the model."""
         return model_allowed(self.models, model)
+
+
+def narrowed(
+    principal: Principal,
+    token: TokenTerms,
+    *,
+    lifetime_s: float,
+    models: Collection[str] = (),
+    bounds: TokenBounds = NO_BOUNDS,
+) -> Principal:
+    """Return the principal of a token: no more than its key may do, and no longer.
+
+    Without `models`, those of the key are allowed. Raises: TokenInvalid if no model is left.
+    """
+    allowed = principal.models
+    if models:
+        theirs, own = frozenset(models), principal.models
+        allowed = frozenset(each for each in theirs if model_allowed(own, each)) | frozenset(
+            each for each in own if model_allowed(theirs, each)
+        )
+        if not allowed:
+            raise TokenInvalid("it permits no model that its key in Weir may use")
+    limits = {
+        name: min((each for each in values if each is not None), default=None)
+        for name, values in (
+            (name, (getattr(principal.bounds, name), getattr(bounds, name)))
+            for name in ("max_input_tokens", "max_output_tokens")
+        )
+    }
+    left_s = principal.secret_lifetime_s
+    return replace(
+        principal,
+        token=token,
+        models=allowed,
+        bounds=TokenBounds(**limits),
+        secret_lifetime_s=lifetime_s if left_s is None else min(left_s, lifetime_s),
+    )
 
 
 def new_secret(prefix: str | None = None) -> str:
@@ -150,25 +211,14 @@ def model_allowed(models: Collection[str], requested: str) -> bool:
     return not models or requested in models or requested.partition("@")[0] in models
 
 
-def select_principal(*, is_bound: bool) -> Select[Any]:
-    """Build the query for the principal of a valid secret, by its hash.
+def select_principal(
+    identified: ColumnElement[bool], ends_at: ColumnElement[datetime | None] | None = None
+) -> Select[Any]:
+    """Build the query for the principal of a valid key that a condition identifies.
 
-    With `is_bound`, it is that of a valid key without a secret, by its id.
+    It ends at `ends_at`, by default that of the key.
     """
-    replaced = (
-        select(SupersededSecret)
-        .where(SupersededSecret.secret_hash == bindparam("secret_hash"))
-        .subquery()
-    )
-    ends_at = func.least(ApiKey.expires_at)
-    if is_bound:
-        identified = and_(ApiKey.id == bindparam("api_key_id"), ApiKey.secret_hash.is_(None))
-    else:
-        ends_at = func.least(ApiKey.expires_at, replaced.c.expires_at)  # ignores NULLs
-        identified = or_(
-            ApiKey.secret_hash == bindparam("secret_hash"),
-            ApiKey.id == select(replaced.c.api_key_id).scalar_subquery(),
-        )
+    ends_at = func.least(ApiKey.expires_at) if ends_at is None else ends_at
     suspension, either = aliased(Suspension), aliased(Suspension)
     of_owner = (
         select(either.id)
@@ -176,11 +226,11 @@ def select_principal(*, is_bound: bool) -> Select[Any]:
             either.organization_id == Project.organization_id,
             or_(either.project_id.is_(None), either.project_id == Project.id),
         )
-        .order_by(either.project_id.is_(None).desc())
+        .order_by(either.closed_at.is_(None), either.project_id.is_(None).desc())
         .limit(1)
         .correlate(Project)
     )
-    query = (
+    return (
         select(
             ApiKey.id,
             ApiKey.prefix,
@@ -194,6 +244,7 @@ def select_principal(*, is_bound: bool) -> Select[Any]:
             suspension.reason.label("suspension_reason"),
             suspension.by_operator,
             ApiKeyOwner.person_id,
+            suspension.closed_at,
         )
         .join(Project, Project.id == ApiKey.project_id)
         .join(Organization, Organization.id == Project.organization_id)
@@ -202,24 +253,43 @@ def select_principal(*, is_bound: bool) -> Select[Any]:
         .outerjoin(Person, Person.id == ApiKeyOwner.person_id)
         .where(
             identified,
-            ApiKey.revoked_at.is_(None),
             Person.deactivated_at.is_(None),
+            # A key that was revoked with its owner is refused with the reason of that.
+            or_(ApiKey.revoked_at.is_(None), suspension.closed_at.is_not(None)),
             or_(ends_at.is_(None), ends_at > func.now()),
         )
     )
-    return query if is_bound else query.outerjoin(replaced, replaced.c.api_key_id == ApiKey.id)
 
 
+def select_principal_of_secret() -> Select[Any]:
+    """Build the query for the principal of a secret, present or replaced, by its hash."""
+    replaced = (
+        select(SupersededSecret)
+        .where(SupersededSecret.secret_hash == bindparam("secret_hash"))
+        .subquery()
+    )
+    identified = or_(
+        ApiKey.secret_hash == bindparam("secret_hash"),
+        ApiKey.id == select(replaced.c.api_key_id).scalar_subquery(),
+    )
+    ends_at = func.least(ApiKey.expires_at, replaced.c.expires_at)  # ignores NULLs
+    return select_principal(identified, ends_at).outerjoin(
+        replaced, replaced.c.api_key_id == ApiKey.id
+    )
+
+
+IS_BOUND_KEY = and_(ApiKey.id == bindparam("api_key_id"), ApiKey.secret_hash.is_(None))
 # Built once: building it per call took as long as the query.
-PRINCIPAL_OF_SECRET = select_principal(is_bound=False)
-PRINCIPAL_OF_BOUND_KEY = select_principal(is_bound=True)
+PRINCIPAL_OF_SECRET = select_principal_of_secret()
+PRINCIPAL_OF_BOUND_KEY = select_principal(IS_BOUND_KEY)
 
 
 async def authenticate(session: AsyncSession, secret: str) -> Principal:
-    """Return the principal of a secret that is valid by the database's clock. Raises: KeyInvalid.
+    """Return the principal of a secret that is valid by the database's clock.
 
     Unknown, revoked and expired secrets take equal time: one statement handles all, comparing
-    SHA-256 hashes by index. Keys of deactivated persons are refused like them.
+    SHA-256 hashes by index. Keys of deactivated persons are refused like them. Raises: KeyInvalid;
+    OrganizationClosed and ProjectClosed, which are kinds of it.
     """
     if SECRET_FORM.fullmatch(secret) is None:
         raise KeyInvalid()
@@ -227,7 +297,7 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
     result = await session.execute(PRINCIPAL_OF_SECRET, {"secret_hash": secret_hash})
     if (row := result.one_or_none()) is None:
         raise KeyInvalid()
-    return _principal(row, secret_hash)
+    return principal_of_row(row, secret_hash)
 
 
 async def authenticate_bound(session: AsyncSession, api_key_id: uuid.UUID) -> Principal:
@@ -239,10 +309,14 @@ async def authenticate_bound(session: AsyncSession, api_key_id: uuid.UUID) -> Pr
     result = await session.execute(PRINCIPAL_OF_BOUND_KEY, {"api_key_id": api_key_id})
     if (row := result.one_or_none()) is None:
         raise KeyInvalid(BOUND_KEY_INVALID)
-    return _principal(row, b"")
+    return principal_of_row(row)
 
 
-def _principal(row: Row[Any], secret_hash: bytes) -> Principal:
+def principal_of_row(row: Row[Any], secret_hash: bytes = b"") -> Principal:
+    """Convert a row of `select_principal`. Raises: OrganizationClosed, ProjectClosed."""
+    if row.closed_at is not None:
+        closed = OrganizationClosed if row.of_organization else ProjectClosed
+        raise closed(row.suspension_reason)
     return record_of(
         Principal,
         row,

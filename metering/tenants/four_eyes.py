@@ -1,13 +1,16 @@
 """Four eyes: whether two keys are in the hands of two persons, judged by the audit log.
 
-A person holds every key that she created, rotated or widened, and every key made with such a key.
-Third parties may make the keys of both, but only before the proposal. Owns nothing; every act that
-needs two persons calls `check_two_persons` in its own transaction.
+All keys of one person are in the same hands. A bound key of a person acts only if that person has
+signed in, so who made it before the proposal does not matter. Any other key is also in the hands
+of everyone who created, rotated or widened it, or a key that it was made with. Third parties may
+make the keys of both, but only before the proposal. Owns nothing; every act that needs two persons
+calls `check_two_persons` in its own transaction.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -15,7 +18,7 @@ from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import ApprovalRefused, KeyInvalid
-from metering.core.models import ApiKey, AuditEntry, SupersededSecret
+from metering.core.models import ApiKey, ApiKeyOwner, AuditEntry, SupersededSecret
 from metering.store.db import database_now
 from metering.tenants.api_keys import locked_key
 
@@ -68,6 +71,21 @@ class KeyAct:
         return self.act != "widened"
 
 
+@dataclass(frozen=True, slots=True)
+class Hands:
+    """Keys in the hands of the person of a key, the key itself included.
+
+    `is_bound` says that only the person itself can act with the key, after signing in.
+    """
+
+    keys: frozenset[str]
+    is_bound: bool
+
+    def given_by(self, acts: list[KeyAct], proposed_at: datetime) -> list[KeyAct]:
+        """Select the acts on the key that put it into other hands too."""
+        return [act for act in acts if act.at >= proposed_at] if self.is_bound else acts
+
+
 async def check_two_persons(
     session: AsyncSession,
     *,
@@ -86,18 +104,33 @@ async def check_two_persons(
     """
     if author == approver:
         raise ApprovalRefused(f"{approver} proposed {what}. Another person has to approve it.")
+    of_author, of_approver = await _hands(session, author), await _hands(session, approver)
+    if author in of_approver.keys:
+        raise ApprovalRefused(
+            f"{approver} belongs to the person who proposed {what} with {author}. Another person"
+            " has to approve it."
+        )
     own = await _acts_of_secret(session, approver, secret_hash)
-    if path := await _path(session, author, approver, own):
+    given = of_approver.given_by(own, proposed_at)
+    if path := await _path(session, of_author.keys, approver, given):
         chain = ", which was ".join(f"{_passive(act)} by {act.actor}" for _, act in path)
-        raise ApprovalRefused(f"{approver} was {chain}, which proposed {what}. {UNRELATED}")
-    if path := await _path(session, approver, author):
+        maker = path[-1][1].actor
+        belongs = "" if maker == author else f"belongs to the person of {author}, which "
+        raise ApprovalRefused(
+            f"{approver} was {chain}, which {belongs}proposed {what}. {UNRELATED}"
+        )
+    given = of_author.given_by(await _acts_on(session, author), proposed_at)
+    if path := await _path(session, of_approver.keys, author, given):
         chain = ", which ".join(f"{_active(act)} {key}" for key, act in reversed(path))
-        raise ApprovalRefused(f"{approver} {chain}, which proposed {what}. {UNRELATED}")
+        maker = path[-1][1].actor
+        belongs = "" if maker == approver else f"belongs to the person of {maker}, which "
+        raise ApprovalRefused(f"{approver} {belongs}{chain}, which proposed {what}. {UNRELATED}")
     for act in own:
         if act.at < proposed_at:
             continue
-        by = "" if act.actor == approver else f" by {act.actor}"
-        if act.actor != approver and (shared := await _path(session, act.actor, author)):
+        is_own = act.actor in of_approver.keys
+        by = "" if is_own else f" by {act.actor}"
+        if not is_own and (shared := await _path(session, {act.actor}, author)):
             by += f", which also {_active(shared[-1][1])} {shared[-1][0]},"
         raise ApprovalRefused(
             f"{approver} was {_passive(act)}{by} after {what} was proposed. {UNRELATED}"
@@ -111,6 +144,21 @@ def widened_fields(entry: AuditEntry) -> list[str]:
     return [field for field in fields if before.get(field) != after.get(field)]
 
 
+async def _hands(session: AsyncSession, key: str) -> Hands:
+    """Find all keys of the person of a key; the key alone if it belongs to no person."""
+    owned = (
+        select(ApiKey.secret_hash.is_(None), ApiKeyOwner.person_id)
+        .join(ApiKeyOwner, ApiKeyOwner.api_key_id == ApiKey.id)
+        .where(ApiKey.prefix == key, ApiKeyOwner.person_id.is_not(None))
+    )
+    if (row := (await session.execute(owned)).one_or_none()) is None:
+        return Hands(frozenset({key}), is_bound=False)
+    is_bound, person_id = row
+    of_person = select(ApiKey.prefix).join(ApiKeyOwner, ApiKeyOwner.api_key_id == ApiKey.id)
+    keys = await session.scalars(of_person.where(ApiKeyOwner.person_id == person_id))
+    return Hands(frozenset(keys), is_bound)
+
+
 async def _acts_of_secret(session: AsyncSession, key: str, secret_hash: bytes) -> list[KeyAct]:
     """List the changes behind a key's secret, without those that replaced it; lock the key."""
     key_id = await session.scalar(select(ApiKey.id).where(ApiKey.prefix == key))
@@ -118,11 +166,11 @@ async def _acts_of_secret(session: AsyncSession, key: str, secret_hash: bytes) -
         return []  # not a key: an operator's own name
     present = await locked_key(session, key_id)
     acts = await _acts_on(session, key)
-    if not secret_hash:
+    if not secret_hash and present.secret_hash is not None:
         return acts
     now = await database_now(session)
-    superseded = await session.get(SupersededSecret, secret_hash)
-    is_valid = present.secret_hash == secret_hash or (
+    superseded = await session.get(SupersededSecret, secret_hash) if secret_hash else None
+    is_valid = (present.secret_hash or b"") == secret_hash or (
         superseded is not None and superseded.api_key_id == key_id and superseded.expires_at > now
     )
     is_expired = present.expires_at is not None and present.expires_at <= now
@@ -139,9 +187,9 @@ async def _acts_on(session: AsyncSession, key: str) -> list[KeyAct]:
 
 
 async def _path(
-    session: AsyncSession, maker: str, made: str, acts: list[KeyAct] | None = None
+    session: AsyncSession, makers: Collection[str], made: str, acts: list[KeyAct] | None = None
 ) -> list[tuple[str, KeyAct]]:
-    """Find the shortest chain of changes from a key to one of its makers; empty if there is none.
+    """Find the shortest chain of changes from a key to one of these makers; empty without one.
 
     `acts` are those on the first key, if they are known.
     """
@@ -153,7 +201,7 @@ async def _path(
             if act.actor in seen:
                 continue
             longer = [*path, (key, act)]
-            if act.actor == maker:
+            if act.actor in makers:
                 return longer
             seen.add(act.actor)
             waiting.append((act.actor, longer))

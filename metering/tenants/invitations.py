@@ -1,8 +1,8 @@
 """Invitations to organizations: by e-mail address, with a role, until a time.
 
 A token accepts an invitation once. It is shown once, to the caller that invites or resends; only
-its SHA-256 is stored. Whoever presents it becomes a member as the person of the address, so only
-that organization is at stake. Functions take a session and never commit.
+its SHA-256 is stored. Its presenter becomes a member as the person of the address, so only that
+organization is at stake. Functions take a session and never commit.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from metering.core.errors import AlreadyExists, InvalidValue, InvitationInvalid,
 from metering.core.models import Invitation, Organization, Person, Project, record_of
 from metering.core.pages import check_page_size, page_values
 from metering.core.pages import page_token as token_of
+from metering.store.border import Actor
 from metering.store.db import database_now
 from metering.tenants.api_keys import KeyOwner, create_api_key
 from metering.tenants.billing_profiles import check_email
@@ -35,9 +36,11 @@ from metering.tenants.members import (
     checked_display_name,
     terms_of,
 )
+from metering.tenants.networks import Address
 from metering.tenants.tenants import as_uuid, find_organization, find_project
 
-TOKEN_FORM = re.compile(r"wi_[0-9A-Za-z_-]{43}", re.ASCII)
+TOKEN_PREFIX = "wi_"
+TOKEN_FORM = re.compile(rf"{TOKEN_PREFIX}[0-9A-Za-z_-]{{43}}", re.ASCII)
 TOKEN_BYTES = 32
 LIFETIME = timedelta(days=7)
 LIFETIME_MAX = timedelta(days=30)
@@ -141,13 +144,19 @@ async def revoke_invitation(session: AsyncSession, *, invitation: str, actor: st
 
 
 async def accept_invitation(
-    session: AsyncSession, *, token: str, display_name: str = "", create_key: bool = False
+    session: AsyncSession,
+    *,
+    token: str,
+    display_name: str = "",
+    create_key: bool = False,
+    address: Address | None = None,
 ) -> Accepted:
     """Make the presenter of a token a member, as the person of the invited address.
 
-    `display_name` is that of a person who is new to the service. With `create_key`, the member gets
-    a key with a secret too, of the same role. The token is used up, whoever else presents it at the
-    same time. Raises: InvitationInvalid, InvalidValue.
+    `display_name` is the name of a person that the service does not know. With `create_key`, the
+    member gets a key with a secret too, of the same role. Of several calls at the same time, one
+    uses up the token. The audit log names the new member, calling from `address`, and the issuer of
+    the token as the creator of the bound key. Raises: InvitationInvalid, InvalidValue.
     """
     if TOKEN_FORM.fullmatch(token) is None:
         raise InvitationInvalid
@@ -185,6 +194,14 @@ async def accept_invitation(
         role=accepted.role,
         actor=accepted.issuer,
     )
+    itself = Actor(
+        role=member.role,
+        organization_id=member.organization_id,
+        is_bound=False,
+        person_id=person.id,
+        address=address,
+    )
+    await (await session.connection()).exec_driver_sql(itself.settings)
     await record_change(
         session,
         member.key_prefix,
@@ -235,7 +252,7 @@ async def list_invitations(
 
 def new_token() -> str:
     """Generate a token: `wi_` and 256 random bits in base 64."""
-    return f"wi_{secrets.token_urlsafe(TOKEN_BYTES)}"
+    return f"{TOKEN_PREFIX}{secrets.token_urlsafe(TOKEN_BYTES)}"
 
 
 def hash_of_token(token: str) -> bytes:

@@ -46,7 +46,7 @@ from metering.tenants.tenants import as_uuid, find_organization
 
 OWNER, DEVELOPER, OPERATOR = "owner", "developer", "operator"
 MEMBER_ROLES = (*ROLES, OPERATOR)
-# Members who work with models; those who only read, or only pay, cannot spend.
+# Members for whom models are work; the others only read, or only pay.
 USERS_OF_MODELS = frozenset({"owner", "admin", "developer"})
 DISPLAY_NAME_CHARS_MAX = 100
 PAGE_SIZE = 100
@@ -74,7 +74,7 @@ class MemberRecord:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What a removal of a member did with the keys that the person had, and had created."""
+    """Keys that a removal of a member has revoked, and kept: own keys and created ones."""
 
     revoked: tuple[KeyRecord, ...]
     kept: tuple[KeyRecord, ...]
@@ -337,6 +337,14 @@ async def find_person(session: AsyncSession, ref: str) -> Person:
     if (person := await session.scalar(select(Person).where(_is_person(ref)))) is None:
         raise NotFound("person", ref)
     return person
+
+
+async def person_id_of(session: AsyncSession, ref: str) -> uuid.UUID | None:
+    """Return the id of a person by e-mail address or id; None if there is none."""
+    if "@" not in ref and as_uuid(ref) is None:
+        return None
+    found: uuid.UUID | None = await session.scalar(select(Person.id).where(_is_person(ref)))
+    return found
 
 
 async def list_persons(

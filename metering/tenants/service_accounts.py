@@ -1,4 +1,4 @@
-"""Service accounts: programs of an organization that own keys, whoever created these.
+"""Service accounts: programs of an organization that own keys.
 
 A member's leave does not end them. Functions take a session and never commit. Every change writes
 the audit log in the same transaction.

@@ -4,13 +4,14 @@ Its keys, limits, usage and bills stay, and calls that do not use models work. E
 gets a command that ends the running requests (`control/live.py`); a request that has not begun is
 refused by the authentication of its key, which reads the suspensions in the same statement. Only
 the operator suspends organizations; what the operator suspended, the organization cannot resume.
+A closed owner has a suspension that nothing changes (`metering/closures.py`).
 Functions take a session and never commit. The audit log keeps each suspension and its end.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from sqlalchemy import ColumnElement, delete, select
 from sqlalchemy.dialects.postgresql import insert
@@ -20,7 +21,13 @@ from metering.control.live import announce_suspension
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import InvalidValue
 from metering.core.models import Organization, Project, Suspension
-from metering.tenants.tenants import find_organization, find_project, kind_of, lock_owner
+from metering.tenants.tenants import (
+    check_open,
+    find_organization,
+    find_project,
+    kind_of,
+    lock_owner,
+)
 
 REASON_CHARS_MAX = 200
 OF_OPERATOR = "the operator has suspended it, and only the operator can change that: ask them"
@@ -94,23 +101,41 @@ async def _suspend(
     *,
     by_operator: bool,
 ) -> None:
-    if not 1 <= len(reason.strip()) <= REASON_CHARS_MAX or not reason.isprintable():
-        raise InvalidValue("reason", f"must have 1 to {REASON_CHARS_MAX} printable characters")
+    values = {"reason": checked_reason(reason), "by_operator": by_operator}
     present = await _present(session, owner, by_operator=by_operator)
-    values = {"reason": reason.strip(), "by_operator": by_operator}
+    if await write_suspension(session, owner, present, values, f"{kind_of(owner)}.suspend", actor):
+        await announce_suspension(session, owner.id, reason.strip(), by_operator=by_operator)
+
+
+async def write_suspension(
+    session: AsyncSession,
+    owner: Organization | Project,
+    present: Suspension | None,
+    values: Mapping[str, object],
+    action: str,
+    actor: str,
+) -> bool:
+    """Write the suspension of a locked owner; return whether that changed anything."""
     if present is None:
         before = None
-        made = insert(Suspension).values(_owner_columns(owner) | values).returning(Suspension)
+        made = insert(Suspension).values({**_owner_columns(owner), **values}).returning(Suspension)
         suspension = (await session.scalars(made)).one()
     else:
         before, suspension = snapshot(present), present
-        suspension.reason, suspension.by_operator = reason.strip(), by_operator
+        for name, value in values.items():
+            setattr(suspension, name, value)
         await session.flush()
     if before == (after := snapshot(suspension)):
-        return
-    action = f"{kind_of(owner)}.suspend"
+        return False
     await record_change(session, actor, action, str(owner.id), before=before, after=after)
-    await announce_suspension(session, owner.id, reason.strip(), by_operator=by_operator)
+    return True
+
+
+def checked_reason(reason: str) -> str:
+    """Validate the reason of a suspension or closing. Raises: InvalidValue."""
+    if not 1 <= len(reason.strip()) <= REASON_CHARS_MAX or not reason.isprintable():
+        raise InvalidValue("reason", f"must have 1 to {REASON_CHARS_MAX} printable characters")
+    return reason.strip()
 
 
 async def _resume(
@@ -129,13 +154,22 @@ async def _present(
     session: AsyncSession, owner: Organization | Project, *, by_operator: bool
 ) -> Suspension | None:
     """Lock the owner and read its suspension. Raises: InvalidValue if that may not be changed."""
+    await check_open(session, owner)
+    present = await locked_suspension(session, owner)
+    if present is not None and present.by_operator and not by_operator:
+        raise InvalidValue(kind_of(owner), OF_OPERATOR)
+    return present
+
+
+async def locked_suspension(
+    session: AsyncSession, owner: Organization | Project
+) -> Suspension | None:
+    """Lock the owner and read its own suspension."""
     await lock_owner(session, owner)
     query = select(Suspension).where(*_is_of(owner))
     present: Suspension | None = await session.scalar(
         query.execution_options(populate_existing=True)
     )
-    if present is not None and present.by_operator and not by_operator:
-        raise InvalidValue(kind_of(owner), OF_OPERATOR)
     return present
 
 

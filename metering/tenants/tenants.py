@@ -11,14 +11,14 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from sqlalchemy import and_, select, update
+from sqlalchemy import and_, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, NotFound
-from metering.core.models import Organization, Project
+from metering.core.models import Organization, Project, Suspension
 from metering.core.money import checked_currency
 
 Owner = TypeVar("Owner", Organization, Project)
@@ -51,6 +51,7 @@ async def create_project(
 ) -> Project:
     """Create a project in an organization. Raises: NotFound, InvalidValue, AlreadyExists."""
     owner = await find_organization(session, organization)
+    await check_open(session, owner)
     values = {"organization_id": owner.id, "name": checked_name(name)}
     statement = (
         insert(Project)
@@ -111,6 +112,27 @@ async def lock_owner(session: AsyncSession, owner: Organization | Project) -> No
     """Lock a row against other changes until the transaction ends, and read it again."""
     # Not FOR UPDATE: requests admitted concurrently refer to the row and must not wait.
     await session.refresh(owner, with_for_update={"key_share": True})
+
+
+async def check_open(session: AsyncSession, owner: Organization | Project) -> None:
+    """Raise InvalidValue if an organization is closed for good, or a project or its organization.
+
+    Every call that gives an owner something new calls it, within the lock of changes: a closing
+    holds that alone.
+    """
+    own_id, project_id = (
+        (owner.id, None) if isinstance(owner, Organization) else (owner.organization_id, owner.id)
+    )
+    closed = select(Suspension).where(
+        Suspension.organization_id == own_id,
+        Suspension.closed_at.is_not(None),
+        or_(Suspension.project_id.is_(None), Suspension.project_id == project_id),
+    )
+    if (found := (await session.scalars(closed.limit(1))).first()) is not None:
+        kind = "organization" if found.project_id is None else "project"
+        raise InvalidValue(
+            kind, f"is closed for good since {found.closed_at:%Y-%m-%d}: use another"
+        )
 
 
 async def find_organization(session: AsyncSession, ref: str) -> Organization:

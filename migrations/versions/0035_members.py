@@ -1,7 +1,7 @@
 """Keys without a secret, persons, their memberships and invitations, and the owners of keys.
 
 A bound key is a row of `api_keys` without a secret. It acts for a caller that is known by other
-means, such as a person who has signed in.
+means, such as a signed-in person.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from alembic import op
 
 revision = "0035"
-down_revision = "0032"
+down_revision = "0034"
 branch_labels = None
 depends_on = None
 
@@ -122,7 +122,7 @@ OR coalesce(after, before) ->> 'organization_id' IN (
 OR coalesce(after, before) ->> 'project_id' IN (SELECT id::text FROM organization_border.subjects)
 OR coalesce(after, before) ->> 'subject_id' IN (SELECT id::text FROM organization_border.subjects)
 """
-# A bound key gets a secret that nobody knows, and is revoked.
+# A bound key gets an unknown secret, and is revoked.
 DOWNGRADE = """
 UPDATE api_keys
 SET secret_hash = sha256(uuid_send(gen_random_uuid()) || uuid_send(gen_random_uuid())),

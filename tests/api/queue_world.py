@@ -110,13 +110,16 @@ class World:
         has_window: bool = True,
         process_count: int = 1,
         exchanges: bool = True,
+        counts_steps: bool = True,
     ) -> None:
         """has_window: without it the engine gets all requests at once, as without a queue.
 
-        Without `exchanges`, each process knows its own requests only.
+        Without `exchanges`, each process knows its own requests only. Without `counts_steps`, they
+        do not learn how many steps the engine has made.
         """
         self.now = 0.0
         self.engine = engine or EngineModel()
+        self.counts_steps = counts_steps
         self.step_count = 0
         self.limits = limits or QueueSettings()
         self.processes: list[Process] = []
@@ -193,7 +196,8 @@ class World:
 
     def _statistics(self) -> EngineStatistics:
         return EngineStatistics(
-            step_count=self.step_count, running_sequence_count_max=self.engine.running_max
+            step_count=self.step_count if self.counts_steps else 0,
+            running_sequence_count_max=self.engine.running_max,
         )
 
     def at(self, when: float, act: Callable[[], None]) -> None:
@@ -245,18 +249,28 @@ class World:
             self.at(retry_at, lambda: self.send_stubbornly(request, on_end))
 
     def keep_busy(
-        self, tenant: str, agent_count: int, make: Callable[[], Request], until: float
+        self,
+        tenant: str,
+        agent_count: int,
+        make: Callable[[], Request],
+        until: float,
+        pause_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Run agents of a tenant; each sends its next request after the end of the previous one."""
+        """Run agents of a tenant; each sends its next request `pause_s` after the end of the
+        previous one.
+        """
 
-        def again(_: Request | None = None) -> None:
+        def send() -> None:
             if self.now < until:
                 request = make()
                 request.sent_at = self.now
                 self.send_stubbornly(request, again)
 
+        def again(_: Request | None = None) -> None:
+            self.at(self.now + pause_s(), send)
+
         for _ in range(agent_count):
-            self.at(self.now, again)
+            again()
 
     def _take(self, request: Request) -> None:
         if request not in self._live:

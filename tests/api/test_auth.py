@@ -297,7 +297,7 @@ async def test_a_bound_key_is_remembered_until_it_changes(monkeypatch: pytest.Mo
 
 
 async def test_the_id_of_a_bound_key_is_not_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is remembered of the key does not serve a caller that sends its id."""
+    """A remembered key does not serve a caller that sends its id."""
     keys = BoundKeys(monkeypatch)
     await keys.call()
     monkeypatch.setattr(auth, "authenticate", authenticate)

@@ -145,7 +145,8 @@ async def test_a_client_that_never_reads_is_not_read(monkeypatch: pytest.MonkeyP
             currency_code="USD",
             bounds=NO_BOUNDS,
             address=None,
-            secret_hash=b"",
+            credentials=frozenset(),
+            token=None,
             models=frozenset(),
         ),
     )

@@ -41,6 +41,8 @@ from metering.holds.journal import Delivered, UsageJournal, journal_backlog
 from tests.api.endings import TIMINGS, ending
 from tests.service import until
 
+SERIES = "m", ServiceTier.BATCH, "chat", ""
+
 
 @pytest.mark.parametrize(
     ("given", "address"),
@@ -139,9 +141,9 @@ def test_every_gap_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = RequestCounts(["m"])
     gaps = gaps_of(monkeypatch, (0, 0), (20, 0), (170, 0), (200, 0))
 
-    counts.finished("m", ServiceTier.BATCH, "length", TIMINGS, None, gaps)
+    counts.finished(SERIES, "length", TIMINGS, None, gaps)
 
-    pace = counts.times["m", ServiceTier.BATCH].inter_token
+    pace = counts.times[SERIES].inter_token
     values = {bound: count for bound, count in zip(pace.bounds, pace.counts, strict=False) if count}
     assert gaps.facts() == pytest.approx({"itl_p50_ms": 30, "itl_p99_ms": 150, "itl_max_ms": 150})
     assert sum(values.values()) == 3
@@ -186,14 +188,16 @@ def test_many_gaps_are_counted_as_few_in_fixed_memory(gaps_ms: list[float]) -> N
 
 def test_a_copy_of_the_counts_does_not_change() -> None:
     counts = RequestCounts(["m"])
-    counts.finished("m", ServiceTier.BATCH, "stop", TIMINGS, None)
+    counts.finished(SERIES, "stop", TIMINGS, None)
 
     copied = counts.copy()
-    counts.finished("m", ServiceTier.BATCH, "stop", TIMINGS, None)
-    counts.failed("other", ServiceTier.BATCH, DatabaseUnavailable("away"), None)
+    counts.finished(SERIES, "stop", TIMINGS, None)
+    unknown = ("other", *SERIES[1:])
+    counts.failed(unknown, DatabaseUnavailable("away"), None, TIMINGS)
 
     assert copied.ends["m", "batch", "stop"] == 1
-    assert sum(copied.times["m", ServiceTier.BATCH].total.counts) == 1
+    assert sum(copied.times[SERIES].total.counts) == 1
+    assert not copied.broken_times
     assert counts.refusals == {("", "DATABASE_UNAVAILABLE", "", ""): 1}, "no model of a client"
 
 
@@ -259,11 +263,9 @@ def test_only_those_that_waited_for_an_engine_count_as_cold_starts() -> None:
     counts = RequestCounts(["m"])
 
     for cold_start_ms in (0.0, COLD_START_MS_MIN - 0.1, COLD_START_MS_MIN, 2000.0):
-        counts.finished(
-            "m", ServiceTier.INTERACTIVE, "stop", TIMINGS | {"cold_start_ms": cold_start_ms}, None
-        )
+        counts.finished(SERIES, "stop", TIMINGS | {"cold_start_ms": cold_start_ms}, None)
 
-    cold_starts = counts.times["m", ServiceTier.INTERACTIVE].stages["cold_start"]
+    cold_starts = counts.times[SERIES].stages["cold_start"]
     assert (sum(cold_starts.counts), cold_starts.sum) == (2, COLD_START_MS_MIN + 2000.0)
 
 

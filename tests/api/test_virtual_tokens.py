@@ -33,24 +33,34 @@ def id_of(name: str) -> uuid.UUID:
 
 @dataclass
 class NaiveLine:
-    """The paper's algorithm by full scans; ranks include running requests."""
+    """The paper's algorithm by full scans; ranks include running requests, which count half in
+    levels.
+    """
 
     counters: dict[str, float] = field(default_factory=dict)
     waiting: list[Item] = field(default_factory=list)
     dispatched: list[Item] = field(default_factory=list)
     owed: dict[int, float] = field(default_factory=dict)  # by number
     ranks: dict[int, float] = field(default_factory=dict)  # of requests in the engine
+    underway: dict[int, tuple[str, float]] = field(default_factory=dict)  # by number
     last: str | None = None
 
     def join(self, item: Item) -> None:
         own = self.counters.setdefault(item.tenant, 0.0)
         queued = {each.tenant for each in self.waiting + self.dispatched}
         if item.tenant not in queued:
-            if queued:
-                self.counters[item.tenant] = max(own, min(self.counters[name] for name in queued))
-            elif self.last is not None:
-                self.counters[item.tenant] = max(own, self.counters[self.last])
+            names = queued or ({self.last} if self.last is not None else set())
+            levels = [self.level(name) for name in names]
+            if levels and own < min(levels):
+                self.counters[item.tenant] = min(levels)
+                self.underway = {
+                    number: each for number, each in self.underway.items() if each[0] != item.tenant
+                }
         self.waiting.append(item)
+
+    def level(self, name: str) -> float:
+        units = sum(units for tenant, units in self.underway.values() if tenant == name)
+        return self.counters[name] - units / 2 / WEIGHTS[name]
 
     def rank(self, name: str, items: dict[int, Item]) -> float:
         own = [number for number in self.owed if items[number].tenant == name]
@@ -74,14 +84,18 @@ class NaiveLine:
     def begin(self, item: Item) -> None:
         self.dispatched.remove(item)
         self.last = item.tenant
+        self.underway[item.number] = item.tenant, 0.0
         self.charge(item, INPUT_TOKEN_COST * item.input_token_count)
 
     def charge(self, item: Item, cost: float) -> None:
         self.counters[item.tenant] += cost / WEIGHTS[item.tenant]
         self.owed[item.number] = max(self.owed[item.number] - cost, 0.0)
+        if item.number in self.underway:
+            self.underway[item.number] = item.tenant, self.underway[item.number][1] + cost
 
     def end(self, item: Item) -> None:
         del self.owed[item.number], self.ranks[item.number]
+        self.underway.pop(item.number, None)
         if item in self.dispatched:
             self.dispatched.remove(item)
 
@@ -178,11 +192,56 @@ def test_an_idle_tenant_saves_up_no_credit() -> None:
     busy = line.join(Item(next(numbers), "a", 10), id_of("a"), 1.0)
     for _ in range(50):
         line.join(Item(next(numbers), "a", 10), id_of("a"), 1.0)
-        line.begun(line.take(busy, 0), busy)
+        item = line.take(busy, 0)
+        line.begun(item, busy)
+        line.ended(item, busy)
 
     late = line.join(Item(next(numbers), "b", 10), id_of("b"), 1.0)
 
     assert late.counter == busy.counter == 500.0
+
+
+def test_running_requests_count_half_for_a_tenant_that_begins() -> None:
+    """It gets a share of the places at once, and once only: its counter never falls."""
+    line: Line[Item] = Line()
+    numbers = iter(range(1000))
+    busy = line.join(Item(next(numbers), "a", 10), id_of("a"), 1.0)
+    for _ in range(8):
+        line.join(Item(next(numbers), "a", 10), id_of("a"), 1.0)
+        line.begun(line.take(busy, 0), busy)
+
+    late = line.join(Item(next(numbers), "b", 10), id_of("b"), 1.0)
+    assert (busy.counter, late.counter) == (80.0, 40.0)
+
+    for _ in range(3):
+        item = line.take(late, 0)
+        line.begun(item, late)
+        line.ended(item, late)
+        line.join(Item(next(numbers), "b", 10), id_of("b"), 1.0)
+    assert late.counter == 70.0
+
+
+def test_a_line_that_begins_takes_over_the_counters_of_the_others() -> None:
+    """Whichever of their tenants have requests at the moment, on which levels depend."""
+    numbers = iter(range(1000))
+    lines = [Line[Item](), Line[Item]()]
+    for line in lines:
+        busy = line.join(Item(next(numbers), "a", 10), id_of("a"), 1.0)
+        line.join(Item(next(numbers), "a", 10), id_of("a"), 1.0)
+        item = line.take(busy, 0)
+        line.begun(item, busy)
+        line.ended(item, busy)
+        busy.counter = 1000.0
+    quiet = lines[0].join(Item(next(numbers), "b", 10), id_of("b"), 1.0)
+    quiet.counter = 400.0
+    lines[0]._note_level(quiet)
+
+    begun = Line[Item]()
+    for line in lines:
+        begun.absorb(uuid.uuid4(), line.report(), is_new=True)
+
+    found = {name: begun.find(id_of(name)) for name in "ab"}
+    assert {name: each and each.counter for name, each in found.items()} == {"a": 1000, "b": 400}
 
 
 def test_memory_follows_the_tenants_that_are_active() -> None:

@@ -18,6 +18,7 @@ from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import (
     admin_service_pb2_grpc,
     billing_service_pb2_grpc,
+    closures_pb2,
     end_users_pb2,
     prices_pb2,
     types_pb2,
@@ -97,6 +98,20 @@ BUDGET = types_pb2.QuotaStatus(
     remaining_value=237_654_321_100_000,
 )
 SUSPENSION = admin_pb.Suspension(reason="unpaid", create_time=NOON, by_operator=True)
+CLOSURE = closures_pb2.Closure(
+    reason="unpaid",
+    close_time=NOON,
+    by_operator=True,
+    remaining_credit=closures_pb2.REMAINING_CREDIT_REFUND,
+    final_month="2026-11",
+)
+EFFECTS = closures_pb2.ClosureEffects(
+    running_request_count=2,
+    active_key_count=3,
+    open_months=["2026-10", "2026-11"],
+    unbilled=types_pb2.Money(currency_code="USD", units=4),
+    remaining_credit=types_pb2.Money(currency_code="USD", units=7),
+)
 KEY = admin_pb.ApiKey(
     api_key_id="5b1f4c1e-0000-4000-8000-00000000000a",
     name="laptop",
@@ -320,6 +335,12 @@ class ScriptedAccounts:
             admin_pb.UpdateOrganizationResponse(organization=organization),
             admin_pb.SuspendOrganizationResponse(organization=suspended),
             admin_pb.ResumeOrganizationResponse(organization=organization),
+            admin_pb.CloseOrganizationResponse(
+                organization=admin_pb.Organization(name="acme", closure=CLOSURE), effects=EFFECTS
+            ),
+            admin_pb.CloseProjectResponse(
+                project=admin_pb.Project(name="web", closure=CLOSURE), effects=EFFECTS
+            ),
             admin_pb.UpdateProjectResponse(project=project),
             admin_pb.SuspendProjectResponse(
                 project=admin_pb.Project(name="web", suspension=suspended.suspension)

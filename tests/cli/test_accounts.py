@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -14,6 +15,7 @@ from weir.v1 import billing_service_pb2 as billing_pb
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import live_requests_pb2 as live_pb
 from weir.v1 import months_pb2, prices_pb2, types_pb2
+from weir.v1.closures_pb2 import REMAINING_CREDIT_REFUND
 from weir_cli import months
 
 from tests.cli.conftest import Run, ScriptedWeir, rows
@@ -624,6 +626,44 @@ def test_tenants_are_renamed_suspended_and_resumed(
     assert fields.items() <= {each.name: value for each, value in request.ListFields()}.items()
     assert state in result.stdout
     assert ("suspended 2026-11-20 12:00:00Z: unpaid" in result.stdout) == (state == "unpaid")
+
+
+CLOSINGS = [
+    (
+        "org close acme --reason unpaid --credit refund --confirm acme",
+        {"organization": "acme", "remaining_credit": REMAINING_CREDIT_REFUND},
+        "as owed to the customer",
+    ),
+    ("project close web --org acme --reason unpaid --confirm web", {"project": "acme/web"}, ""),
+]
+
+
+@pytest.mark.parametrize(("command", "fields", "note"), CLOSINGS)
+def test_tenants_are_closed_for_good(
+    weir: Run, server: ScriptedWeir, command: str, fields: dict[str, object], note: str
+) -> None:
+    result = weir(command)
+
+    preview, request = server.accounts.requests
+    assert preview.validate_only
+    assert not request.validate_only
+    given = fields | {"reason": "unpaid", "confirm_name": command.split()[-1]}
+    assert given.items() <= {each.name: value for each, value in request.ListFields()}.items()
+    assert "closed 2026-11-20 12:00:00Z: unpaid" in result.stdout
+    assert note in result.output
+
+
+@pytest.mark.parametrize("command", ["org close acme", "project close web --org acme"])
+def test_a_closing_shows_its_effects_and_needs_the_name(
+    weir: Run, server: ScriptedWeir, command: str
+) -> None:
+    shown = weir(f"{command} --dry-run").output
+    refused = weir(f"{command} --reason unpaid").output
+
+    assert all(each.validate_only for each in server.accounts.requests)
+    assert re.search(r"keys +3 +revoked", shown)
+    assert (re.search(r"credit left +7\.00 USD", shown) is not None) == command.startswith("org")
+    assert "--confirm" in refused
 
 
 def test_a_suspension_needs_a_reason(weir: Run, server: ScriptedWeir) -> None:

@@ -30,7 +30,12 @@ from api.console.console import NAMES
 from api.core.health import SERVICES
 from metering.alerts.alerts import Alert
 from metering.core.models import QuotaDimension
-from metering.tenants.authentication import new_secret
+from metering.tenants.authentication import authenticate, new_secret
+from metering.tenants.client_tokens import ClientTokenTerms, create_client_token
+from metering.tenants.invitations import accept_invitation, invite
+from metering.tenants.key_terms import KeyTerms
+from metering.tenants.service_accounts import create_service_account
+from metering.tenants.token_issuers import IssuerTerms, create_token_issuer
 from tests.e2e.test_fuzzed_bodies import OF_OURS, incident_count
 from tests.metering.usage import Consumed, Customer, add_usage, new_price
 from tests.service import MODEL, Refusal, Service, Tenant, bearer, cancel, start
@@ -43,17 +48,25 @@ CHANGING_MONEY = {
     *("CreateAdjustment", "ApproveAdjustment", "RejectAdjustment"),
 }
 RESALE = {"SetResalePrice", "RentReplicas", "EndReplicaRental"}
-OF_OWNERS = {"UpdateOrganization"}
+OF_OWNERS = {"UpdateOrganization", "CloseProject"}
 RENAMINGS = {"UpdateOrganization", "UpdateProject"}
 OF_KEYS = {"CreateApiKey", "RotateApiKey", "UpdateApiKey", "RevokeApiKey"}
 OF_ADMINS = {
     *("UpdateProject", "SuspendProject", "ResumeProject"),
     *("CreateProject", "SetQuota", "OverrideQuota", "DeleteQuota", "ListAuditEntries"),
+    *("CreateTokenIssuer", "DeleteTokenIssuer", "RevokeTokens"),
     *("SetAlertWebhook", "ListAlertWebhooks", "DeleteAlertWebhook", "TestAlertWebhook"),
+}
+OF_ADMINS |= {
+    *("InviteMember", "ListInvitations", "ResendInvitation", "RevokeInvitation"),
+    *("UpdateMember", "RemoveMember"),
+    *("CreateServiceAccount", "UpdateServiceAccount", "DeleteServiceAccount"),
 }
 OF_CREDIT = {"ListCreditGrants", "GetCreditBalance"}
 OF_MEMBERS = {
     *("ListOrganizations", "ListProjects", "ListApiKeys", "ListQuotas", "ListPrices"),
+    "ListTokenIssuers",
+    *("ListMembers", "ListServiceAccounts"),
 }
 ROLES = ("owner", "admin", "developer", "finance", "viewer")
 ROLES_OF_KEYS = frozenset(f"role:{each}" for each in ROLES)
@@ -75,6 +88,7 @@ COMMON = {
     "first_day": "",
     "last_day": "",
     "reason": "none",
+    "confirm_name": "another",
     "document": "models: {m: {directory: /none}}",
     "base_directory": "/none",
     "name": "theirs",
@@ -94,6 +108,24 @@ COMMON = {
     "role": "developer",
     "label_key": "",
     "tag_label_keys": "team",
+    "issuer": "https://login.example.com",
+    "audience": "theirs",
+    "projects": "main",
+    "algorithms": "ES256",
+    "keys_url": "",
+    "keys": "",
+    "token_type": "",
+    "project_claim": "",
+    "end_user_claim": "sub",
+    "models_claim": "",
+    "max_output_tokens_claim": "",
+    "label_claims": "team",
+    "claim": "sub",
+    "value": "ada",
+    "call": "none",
+    "origins": "https://app.example.com",
+    "display_name": "Ann",
+    "search": "",
 }
 
 
@@ -128,6 +160,8 @@ def scopes_of(method: MethodDescriptor) -> set[str]:
                 allowed |= {"role:admin", "role:viewer"}
             return allowed | ({"role:developer"} if method.name == "GetUsage" else set())
     match method.name:
+        case "AcceptInvitation":
+            return set()  # needs the token of an invitation, which is not a key
         case name if name in OF_KEYS:
             return {"admin", "role:owner", "role:admin", "role:developer"}
         case name if name in OF_OWNERS:
@@ -194,7 +228,21 @@ async def victim(service: Service) -> Victim:
                 alert | {"threshold": 50, "limit_value": 1_234_567, "used": 700_000}
             )
         )
+    async with service.session() as session:
+        issuer = await create_token_issuer(
+            session,
+            organization=tenant.name,
+            terms=IssuerTerms(issuer="https://login.example.com", audience=tenant.name),
+            projects={"": "main"},
+            key_terms=KeyTerms(),
+            actor="test",
+        )
+        maker = await authenticate(session, tenant.secret)
+        terms = ClientTokenTerms(call="embeddings", model=MODEL, end_user=f"user-{label}")
+        client_token_id, _, _ = await create_client_token(session, maker, terms)
     things = {
+        "token_issuer_id": str(issuer.id),
+        "client_token_id": str(client_token_id),
         "organization": tenant.name,
         "project": f"{tenant.name}/main",
         "api_key": tenant.key.prefix,
@@ -210,10 +258,31 @@ async def victim(service: Service) -> Victim:
         "actor": tenant.key.prefix,
         "end_user": f"user-{label}",
         "label": f"team={label}",
+        **await people(service, tenant),
     }
     ids = (tenant.organization_id, tenant.project_id, tenant.key.id, quota["id"])
     marks = {*things.values(), label, *map(str, ids)} - {things["project"]}
     return Victim(tenant, things, tuple(sorted(marks)))
+
+
+async def people(service: Service, tenant: Tenant) -> dict[str, str]:
+    """Create a member, an invitation and a service account; return what refers to them."""
+    email = f"{tenant.name}@example.com"
+    of_tenant: dict[str, Any] = {"organization": tenant.name, "actor": "test"}
+    async with service.session() as session:
+        _, token = await invite(session, **of_tenant, email=email, role="viewer")
+        member = (await accept_invitation(session, token=token)).member
+        pending, _ = await invite(session, **of_tenant, email=f"2.{email}", role="viewer")
+        account = await create_service_account(
+            session, **of_tenant, name=f"ci-{tenant.name}", role=COMMON["role"]
+        )
+    return {
+        "email": pending.email,
+        "member": email,
+        "person": str(member.person_id),
+        "invitation_id": str(pending.invitation_id),
+        "service_account": account.name,
+    }
 
 
 def requests_for(method: MethodDescriptor, victim: Victim) -> list[Any]:

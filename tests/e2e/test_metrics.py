@@ -58,17 +58,24 @@ async def test_a_request_is_counted_once_with_tokens_and_stages(service: Service
     assert 10 < gap_count <= 19, "between twenty tokens, of which several may come at once"
     assert added(before, after, "weir_inter_token_seconds_bucket", **OF, le="+Inf") == gap_count
     conventional = {
+        "gen_ai_operation_name": "text_completion",
         "gen_ai_provider_name": "weir",
         "gen_ai_request_model": MODEL,
+        "gen_ai_response_model": MODEL,
         "weir_tier": "interactive",
     }
-    for name, count in (
-        ("gen_ai_server_time_to_first_token_seconds", 1),
-        ("gen_ai_server_time_per_output_token_seconds", gap_count),
-        ("gen_ai_server_request_duration_seconds", 1),
-    ):
-        assert added(before, after, f"{name}_count", **conventional) == count, name
     reported = finished.timings
+    for name, total, more in (
+        ("server_time_to_first_token_seconds", reported.ttft_ms / 1000, {}),
+        ("server_time_per_output_token_seconds", 1 / reported.tokens_per_second, {}),
+        ("server_request_duration_seconds", reported.total_ms / 1000, {"error_type": ""}),
+        ("client_token_usage", usage.input_token_count, {"gen_ai_token_type": "input"}),
+        ("client_token_usage", 20, {"gen_ai_token_type": "output"}),
+    ):
+        of = {**conventional, **more}
+        assert added(before, after, f"gen_ai_{name}_count", **of) == 1, name
+        sum_ = added(before, after, f"gen_ai_{name}_sum", **of)
+        assert sum_ == pytest.approx(total, abs=ROUNDING_S), name
     assert added(before, after, "weir_inter_token_seconds_sum", **OF) == pytest.approx(
         reported.decode_ms / 1000, rel=0.2, abs=0.0002
     )

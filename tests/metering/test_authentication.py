@@ -184,9 +184,9 @@ async def test_keys_of_a_deactivated_person_are_refused(
         session.add(person)
         await session.flush()
         owner = KeyOwner(person_id=person.id, creator_id=person.id)
-        place: dict[str, Any] = {"organization": "acme", "project": "search", "actor": "test"}
-        bound, _ = await create_api_key(session, **place, name="b", is_bound=True, owner=owner)
-        _, secret = await create_api_key(session, **place, name="s", owner=owner)
+        within: dict[str, Any] = {"organization": "acme", "project": "search", "actor": "test"}
+        bound, _ = await create_api_key(session, **within, name="b", is_bound=True, owner=owner)
+        _, secret = await create_api_key(session, **within, name="s", owner=owner)
         assert (await authenticate_bound(session, bound.id)).person_id == person.id
         assert (await authenticate(session, secret)).person_id == person.id
         assert (await authenticate(session, customer.secret)).person_id is None

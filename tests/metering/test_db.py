@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, Self
 from urllib.parse import quote
 
 import psycopg
 import pytest
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
@@ -166,3 +169,89 @@ async def test_a_cancelled_attempt_to_connect_closes_its_socket(tmp_path: Path) 
                 await closed.wait()
     finally:
         gc.enable()
+
+
+@contextlib.asynccontextmanager
+async def silent_host(directory: Path) -> AsyncIterator[asyncio.Event]:
+    """Run a server that accepts connections and says nothing, as a lost machine does.
+
+    Yield an event that is set when it has a connection. All are lost at the end of the block.
+    """
+    came = asyncio.Event()
+
+    async def accept_silently(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came.set()
+        await reader.read()
+        writer.close()
+
+    await asyncio.to_thread(directory.mkdir)
+    async with await asyncio.start_unix_server(accept_silently, directory / ".s.PGSQL.5432"):
+        yield came
+
+
+def several_hosts(database_url: str, *others: Path) -> str:
+    """Return a connection string whose hosts are those, then the database's own."""
+    named = conninfo_to_dict(psycopg_conninfo(database_url))
+    hosts = ",".join([*map(str, others), str(named["host"])])
+    return make_conninfo("", **named | {"host": hosts, "target_session_attrs": "read-write"})
+
+
+async def test_a_silent_host_does_not_delay_the_next(database_url: str, tmp_path: Path) -> None:
+    conninfo = several_hosts(database_url, tmp_path / "silent")
+
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        silent_host(tmp_path / "silent"),
+        await BoundedConnection.connect(conninfo, connect_timeout=1000) as connection,
+    ):
+        await connection.execute("SELECT 1")
+
+
+async def test_a_host_that_refuses_is_asked_again_while_another_is_silent(
+    database_url: str, tmp_path: Path
+) -> None:
+    """A standby is promoted while the lost primary still has time to answer."""
+    silent, standby = tmp_path / "silent", tmp_path / "standby"
+    standby.mkdir()
+    named = conninfo_to_dict(several_hosts(database_url, silent))
+    own = Path(str(named["host"]).rpartition(",")[2])
+    conninfo = make_conninfo("", **named | {"host": f"{standby},{silent}"})
+
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        silent_host(silent) as asked,
+        asyncio.TaskGroup() as tasks,
+    ):
+        attempt = tasks.create_task(BoundedConnection.connect(conninfo, connect_timeout=1000))
+        await asked.wait()
+        (standby / ".s.PGSQL.5432").symlink_to(own / ".s.PGSQL.5432")
+        await (await attempt).close()
+
+
+async def test_the_failures_of_all_hosts_are_named(tmp_path: Path) -> None:
+    hosts = [str(tmp_path / "one"), str(tmp_path / "two")]
+
+    with pytest.raises(psycopg.OperationalError, match="no host takes writes") as failure:
+        await BoundedConnection.connect(host=",".join(hosts), user="nobody")
+
+    assert all(host in str(failure.value) for host in hosts)
+
+
+async def test_an_attempt_that_is_cancelled_when_a_host_has_accepted_closes_its_connection(
+    database_url: str, tmp_path: Path
+) -> None:
+    opened: list[BoundedConnection] = []
+
+    class Cancelled(BoundedConnection):
+        @classmethod
+        async def _connect_to(cls, conninfo: str, *args: Any, **parameters: Any) -> Self:
+            connection = await super()._connect_to(conninfo, *args, **parameters)
+            opened.append(connection)
+            attempt.cancel()
+            return connection
+
+    attempt = asyncio.create_task(Cancelled.connect(several_hosts(database_url, tmp_path / "gone")))
+    with pytest.raises(asyncio.CancelledError):
+        await attempt
+
+    assert [connection.closed for connection in opened] == [True]

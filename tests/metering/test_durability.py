@@ -12,7 +12,6 @@ from metering.core.errors import DatabaseUnavailable
 from metering.store.db import (
     BoundedConnection,
     Sessions,
-    connection_options,
     create_engine,
     create_sessions,
     psycopg_conninfo,
@@ -56,7 +55,7 @@ async def test_commits_are_durable_and_stronger_demands_stay(
             of_session = await session.scalar(text(SHOW))
         await engine.dispose()
         async with await BoundedConnection.connect(
-            psycopg_conninfo(module_database), autocommit=True, options=connection_options()
+            psycopg_conninfo(module_database), autocommit=True
         ) as connection:
             [of_connection] = await (await connection.execute(SHOW)).fetchone() or ("",)
     finally:

@@ -7,12 +7,14 @@ bob before anything else; ann proposes at the line `propose`, and bob approves a
 from __future__ import annotations
 
 import asyncio
+import random
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
 import pytest
+from sqlalchemy import text
 
 from metering.alerts.alerts import fire_due_alerts, latest_key_change, list_alerts
 from metering.alerts.webhooks import body_of
@@ -21,6 +23,7 @@ from metering.core.money import PICOS_PER_UNIT
 from metering.invoicing.adjustments import approve, create_adjustment
 from metering.store.db import Sessions, psycopg_conninfo
 from metering.tenants.api_keys import (
+    KeyOwner,
     create_api_key,
     find_api_key,
     revoke_api_key,
@@ -28,7 +31,9 @@ from metering.tenants.api_keys import (
     update_api_key,
 )
 from metering.tenants.authentication import hash_of
+from metering.tenants.invitations import accept_invitation, invite
 from metering.tenants.key_terms import KeyTerms
+from metering.tenants.members import remove_member
 from tests.metering.usage import Customer
 from tests.metering.workers import wait_until
 
@@ -320,3 +325,176 @@ async def test_organization_and_holder_are_informed_of_new_power(story: Story) -
     assert reported is not None
     assert (reported.act, reported.actor) == ("widened", ann)
     assert untouched is None
+
+
+class People(Story):
+    """Members too: `X invites Y` makes the bound key Y and the own key Y.own of a new person."""
+
+    async def emit(self, *lines: str) -> None:
+        for line in lines:
+            actor, act, name = (*line.split(), "")[:3]
+            if act == "invites":
+                await self.invite(actor, name)
+            elif act == "own":  # another key of the person
+                await self.create_own(actor, name)
+            else:
+                await super().emit(line)
+
+    async def invite(self, actor: str, name: str) -> None:
+        async with self.sessions.begin() as session:
+            _, token = await invite(
+                session,
+                organization="acme",
+                email=f"{name}@example.com",
+                role="operator",
+                actor=self.keys[actor],
+            )
+            accepted = await accept_invitation(session, token=token, create_key=True)
+        self.keys |= {name: accepted.member.key_prefix, f"{name}.own": accepted.secret[:11]}
+        self.secrets[f"{name}.own"] = [accepted.secret]
+
+    async def create_own(self, actor: str, name: str) -> None:
+        async with self.sessions.begin() as session:
+            person_id = (await find_api_key(session, self.keys[actor])).owner.person_id
+            key, secret = await create_api_key(
+                session,
+                organization="acme",
+                project="search",
+                name=name,
+                terms=KeyTerms(scopes=("admin",)),
+                owner=KeyOwner(person_id=person_id, creator_id=person_id),
+                actor=self.keys[actor],
+            )
+        self.keys[name], self.secrets[name] = key.prefix, [secret]
+
+    async def approve(self, actor: str, secret: int = -1) -> None:
+        secrets = self.secrets.get(actor)
+        async with self.sessions.begin() as session:
+            await approve(
+                session,
+                adjustment_id=self.adjustment_id,
+                actor=self.keys[actor],
+                secret_hash=hash_of(secrets[secret]) if secrets else b"",
+            )
+
+
+# Acts, the approver, and the cause that is named; none if the approval is accepted.
+PEOPLE: dict[str, tuple[str, str, str]] = {
+    "two persons who have signed in": ("root invites ann; root invites bob", "bob", ""),
+    "the one invited the other": ("root invites ann; ann invites bob", "bob", ""),
+    "the other invited the one": ("root invites bob; bob invites ann", "bob", ""),
+    "a person and a key of nobody": ("root invites ann; root creates bob", "bob", ""),
+    "two keys of a person": (
+        "root invites ann",
+        "ann.own",
+        "{ann.own} belongs to the person who proposed adjustment {id} with {ann}. Another person"
+        " has to approve it.",
+    ),
+    "another key of the person": (
+        "root invites ann; ann own more",
+        "more",
+        "{more} belongs to the person who proposed adjustment {id} with {ann}. Another person has"
+        " to approve it.",
+    ),
+    "a key that another key of the person made": (
+        "root invites ann; ann.own creates cat",
+        "cat",
+        "{cat} was created by {ann.own}, which belongs to the person of {ann}, which proposed"
+        " adjustment {id}. " + UNRELATED,
+    ),
+    "the secret of an invited person, which the inviter may have": (
+        "root invites ann; ann invites bob",
+        "bob.own",
+        "{bob.own} was created by {bob}, which was created by {ann}, which proposed adjustment"
+        " {id}. " + UNRELATED,
+    ),
+    "invited after the proposal": (
+        "root invites ann; ann proposes; root invites bob",
+        "bob",
+        "{bob} was created by root, which also created {ann}, after adjustment {id} was proposed. "
+        + UNRELATED,
+    ),
+}
+
+
+@pytest.fixture
+def people(sessions: Sessions, database_url: str, customer: Customer) -> People:
+    return People(sessions, database_url)
+
+
+@pytest.mark.parametrize("case", PEOPLE)
+async def test_persons_are_distinguished(people: People, case: str) -> None:
+    acts, approver, cause = PEOPLE[case]
+    await people.emit(*acts.split("; "))
+    if "proposes" not in acts:
+        await people.propose("ann")
+
+    if not cause:
+        await people.approve(approver)
+        return
+    with pytest.raises(ApprovalRefused) as refusal:
+        await people.approve(approver)
+
+    expected = cause.replace("{id}", people.adjustment_id)
+    for name, prefix in people.keys.items():
+        expected = expected.replace(f"{{{name}}}", prefix)
+    assert str(refusal.value) == expected
+
+
+async def test_a_removed_person_approves_nothing(people: People) -> None:
+    """The check of the caller may be some seconds old."""
+    await people.emit("root invites ann", "root invites bob", "ann proposes")
+    async with people.sessions.begin() as session:
+        await remove_member(
+            session, organization="acme", member="bob@example.com", revoke_keys=False, actor="root"
+        )
+
+    with pytest.raises(KeyInvalid):
+        await people.approve("bob")
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_they_did_before_two_persons_are_two_and_one_is_one(
+    people: People, seed: int
+) -> None:
+    """Random acts of three members: rotations, new keys, wider rights, in any order."""
+    chosen = random.Random(seed)
+    await people.emit("root invites ann", "ann invites bob", "bob invites cat")
+    persons = ("ann", "bob", "cat")
+    of_person = {each: [each, f"{each}.own"] for each in persons}
+    others: list[str] = []
+    for number in range(8):
+        person = chosen.choice(persons)
+        actor = chosen.choice(of_person[person])
+        with_secret = [*others, *(f"{each}.own" for each in persons)]
+        match chosen.choice(("own", "creates", "rotates", "widens")):
+            case "own":
+                await people.emit(f"{actor} own k{number}")
+                of_person[person].append(f"k{number}")
+            case "creates":
+                await people.emit(f"{actor} creates k{number}")
+                others.append(f"k{number}")
+            case "rotates":
+                await people.emit(f"{actor} rotates {chosen.choice(with_secret)}")
+            case _:
+                if others:
+                    await people.emit(f"{actor} widens {chosen.choice(others)} for_ever")
+    author, approver = chosen.sample(persons, 2)
+    await people.propose(author)
+
+    for same in of_person[author]:
+        with pytest.raises(ApprovalRefused):
+            await people.approve(same)
+    for made in others:
+        async with people.sessions() as session:
+            makers = await session.scalars(
+                text(
+                    "SELECT actor FROM audit_log WHERE subject_id = (SELECT id::text FROM api_keys"
+                    " WHERE prefix = :key) AND action <> 'quota.set'"
+                ),
+                {"key": people.keys[made]},
+            )
+        if {people.keys[each] for each in of_person[author]} & set(makers):
+            with pytest.raises(ApprovalRefused):
+                await people.approve(made)
+    await people.approve(approver)

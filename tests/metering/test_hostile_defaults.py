@@ -15,7 +15,6 @@ from metering.holds.recovery import sweep_expired_holds
 from metering.proof.fsck import CHECKS, fsck
 from metering.store.db import (
     BoundedConnection,
-    connection_options,
     create_engine,
     create_sessions,
     psycopg_conninfo,
@@ -96,9 +95,7 @@ async def test_each_connection_has_the_settings_that_weir_relies_on(database_url
     async with await channel._connect() as connection:
         cursor = await connection.execute(SHOWN, (list(RELIED_ON),))
         listening = dict(await cursor.fetchall())
-    async with await BoundedConnection.connect(
-        psycopg_conninfo(database_url), options=connection_options()
-    ) as connection:
+    async with await BoundedConnection.connect(psycopg_conninfo(database_url)) as connection:
         cursor = await connection.execute(SHOWN, (list(RELIED_ON),))
         bounded = dict(await cursor.fetchall())
 

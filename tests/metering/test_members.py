@@ -62,7 +62,7 @@ from metering.tenants.service_accounts import (
 from metering.tenants.tenants import create_organization, create_project
 from tests.metering.usage import Customer
 
-PLACE: dict[str, Any] = {"organization": "acme", "project": "search", "actor": "test"}
+WITHIN: dict[str, Any] = {"organization": "acme", "project": "search", "actor": "test"}
 ANN, BOB = "ann@example.com", "bob@example.com"
 
 
@@ -95,7 +95,7 @@ async def outcomes(*attempts: Awaitable[object]) -> list[object]:
     return list(found)
 
 
-async def in_turn(
+async def in_transaction(
     sessions: Sessions, act: Callable[..., Awaitable[object]], *arguments: Any, **named: Any
 ) -> object:
     async with sessions.begin() as session:
@@ -124,7 +124,9 @@ async def test_a_token_is_used_once_and_never_stored(
     sessions: Sessions, customer: Customer
 ) -> None:
     token = await token_for(sessions)
-    results = await outcomes(*(in_turn(sessions, accept_invitation, token=token) for _ in range(5)))
+    results = await outcomes(
+        *(in_transaction(sessions, accept_invitation, token=token) for _ in range(5))
+    )
 
     assert [type(each) for each in results].count(InvitationInvalid) == 4
     async with sessions() as session:
@@ -164,10 +166,10 @@ async def test_unusable_tokens_are_refused_alike(
 
     for _ in range(2):
         with pytest.raises(InvitationInvalid) as refused:
-            await in_turn(sessions, accept_invitation, token=token)
+            await in_transaction(sessions, accept_invitation, token=token)
         assert str(refused.value) == str(InvitationInvalid())
     if end == "resent":
-        assert isinstance(await in_turn(sessions, accept_invitation, token=newer), Accepted)
+        assert isinstance(await in_transaction(sessions, accept_invitation, token=newer), Accepted)
 
 
 async def test_an_invitation_that_expires_while_its_acceptance_waits_is_refused(
@@ -176,7 +178,7 @@ async def test_an_invitation_that_expires_while_its_acceptance_waits_is_refused(
     token = await token_for(sessions, lifetime=timedelta(milliseconds=300))
     async with sessions.begin() as session:
         await session.execute(text("SELECT FROM organizations FOR NO KEY UPDATE"))
-        waiting = asyncio.create_task(in_turn(sessions, accept_invitation, token=token))
+        waiting = asyncio.create_task(in_transaction(sessions, accept_invitation, token=token))
         await asyncio.sleep(0.5)  # beyond the lifetime, whether it waits for the lock or not yet
 
     with pytest.raises(InvitationInvalid):
@@ -187,15 +189,17 @@ async def test_inviting_twice_at_once_leaves_one_invitation(
     sessions: Sessions, customer: Customer
 ) -> None:
     one = {"organization": "acme", "email": ANN, "role": "viewer", "actor": "test"}
-    results = await outcomes(*(in_turn(sessions, invite, **one) for _ in range(4)))
+    results = await outcomes(*(in_transaction(sessions, invite, **one) for _ in range(4)))
 
     assert [type(each) for each in results].count(AlreadyExists) == 3
     async with sessions.begin() as session:
         await session.execute(text("UPDATE invitations SET expires_at = now()"))
-    assert isinstance(await in_turn(sessions, invite, **one), tuple), "the expired one is replaced"
+    assert isinstance(await in_transaction(sessions, invite, **one), tuple), (
+        "the expired one is replaced"
+    )
 
 
-async def test_an_answer_to_an_invitation_does_not_tell_whether_the_person_is_known(
+async def test_an_invitation_does_not_reveal_known_persons(
     sessions: Sessions, customer: Customer
 ) -> None:
     async with sessions.begin() as session:
@@ -251,7 +255,7 @@ async def test_the_last_owner_stays(sessions: Sessions, customer: Customer, way:
         await owners(session, ANN, BOB)
         await LEAVING[way](session, ANN)
     with pytest.raises(LastOwner, match="Make another member owner first"):
-        await in_turn(sessions, LEAVING[way], BOB)
+        await in_transaction(sessions, LEAVING[way], BOB)
 
     async with sessions.begin() as session:
         assert (await find_member(session, "acme", BOB)).role == "owner"
@@ -269,7 +273,7 @@ async def test_two_owners_cannot_leave_at_once(
         await owners(session, ANN, BOB)
 
     results = await outcomes(
-        in_turn(sessions, LEAVING[way], ANN), in_turn(sessions, LEAVING[other], BOB)
+        in_transaction(sessions, LEAVING[way], ANN), in_transaction(sessions, LEAVING[other], BOB)
     )
 
     assert [type(each) for each in results].count(LastOwner) == 1
@@ -306,10 +310,10 @@ async def test_a_role_reaches_all_own_keys(sessions: Sessions, customer: Custome
         ann = await joined(session, ANN, "owner", create_key=True)
         mine = KeyOwner(person_id=ann.member.person_id, creator_id=ann.member.person_id)
         await create_project(session, organization="acme", name="other", actor="test")
-        _, models = await create_api_key(session, **PLACE, name="models", owner=mine)
+        _, models = await create_api_key(session, **WITHIN, name="models", owner=mine)
         _, elsewhere = await create_api_key(
             session,
-            **PLACE | {"project": "other"},
+            **WITHIN | {"project": "other"},
             name="elsewhere",
             terms=KeyTerms(role="owner"),
             owner=mine,
@@ -334,11 +338,11 @@ async def test_a_removal_ends_own_keys_and_asks_about_created_ones(
             session, organization="acme", name="ci", actor="test"
         )
         by_ann = KeyOwner(creator_id=ann.member.person_id)
-        made, secret = await create_api_key(session, **PLACE, name="program", owner=by_ann)
+        made, secret = await create_api_key(session, **WITHIN, name="program", owner=by_ann)
         owned = KeyOwner(
             service_account_id=account.service_account_id, creator_id=ann.member.person_id
         )
-        _, of_account = await create_api_key(session, **PLACE, name="ci", owner=owned)
+        _, of_account = await create_api_key(session, **WITHIN, name="ci", owner=owned)
         leave: dict[str, Any] = {"organization": "acme", "member": ANN, "actor": "test"}
         with pytest.raises(InvalidValue, match=f"created keys that are active: .*{made.prefix}"):
             await remove_member(session, **leave)
@@ -405,7 +409,7 @@ async def test_a_service_account_outlives_its_creator_and_ends_with_its_keys(
         )
         owner = KeyOwner(service_account_id=account.service_account_id)
         key, secret = await create_api_key(
-            session, **PLACE, name="ci", terms=KeyTerms(role="admin"), owner=owner
+            session, **WITHIN, name="ci", terms=KeyTerms(role="admin"), owner=owner
         )
         with pytest.raises(InvalidValue, match="service account"):
             await update_api_key(

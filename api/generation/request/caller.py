@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from msgspec import structs
 
 from api.access.auth import payer
+from api.core.errors import PermissionDenied
 from api.core.rate_limiter import CALL
+from api.core.texts import Violations
+from api.core.wire import LABEL_COUNT_MAX
+from api.generation.parsing.embed_request import ValidEmbed
+from api.generation.parsing.start_frame import ValidStart
 from api.observability.spans import NO_TRACE, TraceContext
 from metering.quotas.quota_rules import Payer
-from metering.tenants.authentication import NO_BOUNDS, Principal, TokenBounds, model_allowed
+from metering.receipts.subjects import Labels
+from metering.tenants.authentication import (
+    NO_BOUNDS,
+    Principal,
+    TokenBounds,
+    TokenTerms,
+    model_allowed,
+)
 from metering.tenants.networks import Address
+
+Start = TypeVar("Start", ValidStart, ValidEmbed)
 
 
 @dataclass(slots=True)
@@ -19,9 +36,9 @@ class Caller:
 
     `received_at` and `deadline`, the latest time to start, are on the monotonic clock. `bounds` are
     the token limits per request of the key. `address` is None if it is unknown. `trace` is the
-    trace that the request belongs to, `secret_hash` the hash of the secret that was sent.
+    trace that the request belongs to, `credentials` the hashes of what was sent to authenticate it.
     `on_admitted` is called once the request is admitted. `models` are those that the key may use;
-    empty for all.
+    empty for all. `token` has the terms of a token that was sent instead of a secret.
     """
 
     payer: Payer
@@ -32,9 +49,10 @@ class Caller:
     trace: TraceContext = NO_TRACE
     bounds: TokenBounds = NO_BOUNDS
     address: Address | None = None
-    secret_hash: bytes = field(default=b"", repr=False)
+    credentials: frozenset[bytes] = field(default=frozenset(), repr=False)
     on_admitted: Callable[[], None] = lambda: None
     models: frozenset[str] = frozenset()
+    token: TokenTerms | None = None
 
     def may_use(self, model: str) -> bool:
         """Return True if the key may use the model."""
@@ -59,7 +77,44 @@ class Caller:
             trace=trace,
             bounds=principal.bounds,
             address=principal.address,
-            secret_hash=principal.secret_hash,
+            credentials=principal.credentials,
             on_admitted=(lambda: None) if call is None else call.on_admitted,
             models=principal.models,
+            token=principal.token,
         )
+
+
+def on_behalf(token: TokenTerms | None, start: Start) -> Start:
+    """Return the request with the end user and the labels of the caller's token.
+
+    Raises InvalidRequest if it names another end user, or gives a label of the token another value.
+    """
+    if token is None or not (token.end_user or token.labels):
+        return start
+    wrong = Violations()
+    own = start.end_user in ("", token.end_user) or not token.end_user
+    wrong.check(own, "end_user", "must be that of your token, or unset")
+    for key, value in token.labels:
+        kept = start.labels.get(key, value) == value
+        wrong.check(kept, f"labels[{key!r}]", "must be that of your token, or unset")
+    labels = Labels({**start.labels, **dict(token.labels)})
+    wrong.check_count(len(labels), LABEL_COUNT_MAX, "labels")
+    wrong.raise_if_any()
+    end_user = token.end_user or start.end_user
+    if isinstance(start, ValidStart):
+        return structs.replace(start, end_user=end_user, labels=labels)
+    return replace(start, end_user=end_user, labels=labels)
+
+
+def own_end_user(principal: Principal, requested: str) -> str:
+    """Return the end user whom a caller may read about: its token's, if it names one.
+
+    Raises PermissionDenied for another one.
+    """
+    own = principal.token.end_user if principal.token is not None else ""
+    if own and requested not in ("", own):
+        raise PermissionDenied(
+            "Your token names an end user, and you ask about another one. Ask without `end_user`,"
+            " or use an API key."
+        )
+    return own or requested

@@ -8,7 +8,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from api.access.auth import KEY_REVOKED, SECRET_REPLACED, Authenticator, SuspensionChange
+from api.access.auth import (
+    KEY_REVOKED,
+    SECRET_REPLACED,
+    TOKEN_REVOKED,
+    Authenticator,
+    SuspensionChange,
+)
 from api.core.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidway
 from api.generation.request.phases import (
     STREAMING,
@@ -35,7 +41,9 @@ def apply_command(
 ) -> None:
     """Stop the requests that a command names; settle their output and send the reason."""
     if command.owner_id is not None:
-        change = SuspensionChange(command.owner_id, command.reason, command.suspended_by_operator)
+        change = SuspensionChange(
+            command.owner_id, command.reason, command.suspended_by_operator, command.closes
+        )
         apply_suspension(registry, authenticator, change)
         return
     networks = networks_of(command.allowed_networks)
@@ -45,9 +53,10 @@ def apply_command(
             request.stop(Outcome.CANCELLED, KeyRevokedMidway(KEY_REVOKED))
         elif (
             command.changed_key_id == payer.api_key_id
-            and request.caller.secret_hash in command.ended_secrets
+            and not request.caller.credentials.isdisjoint(command.ended_secrets)
         ):
-            request.stop(Outcome.CANCELLED, KeyRevokedMidway(SECRET_REPLACED))
+            ended = TOKEN_REVOKED if request.caller.token else SECRET_REPLACED
+            request.stop(Outcome.CANCELLED, KeyRevokedMidway(ended))
         elif command.changed_key_id == payer.api_key_id and not allows(networks, address):
             request.stop(Outcome.CANCELLED, AddressNotAllowed(address))
         elif (payer.project_id, request.start.request_id) == (
@@ -71,7 +80,7 @@ def apply_command(
 def apply_suspension(
     registry: RequestRegistry, authenticator: Authenticator, change: SuspensionChange
 ) -> None:
-    """Stop the requests of an organization or project if it was suspended."""
+    """Stop the requests of an organization or project if it was suspended or closed."""
     for request in registry.running():
         if (refusal := change.refusal_of(request.caller.payer)) is not None:
             request.stop(Outcome.CANCELLED, refusal)

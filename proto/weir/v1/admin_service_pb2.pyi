@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from weir.v1 import closures_pb2 as _closures_pb2
 from weir.v1 import prices_pb2 as _prices_pb2
 from weir.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
@@ -35,6 +36,7 @@ class Organization(_message.Message):
     BILLING_PROFILE_FIELD_NUMBER: _builtins.int
     QUEUE_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
     SUSPENSION_FIELD_NUMBER: _builtins.int
+    CLOSURE_FIELD_NUMBER: _builtins.int
     organization_id: _builtins.str
     """Server-generated UUID."""
     name: _builtins.str
@@ -55,7 +57,11 @@ class Organization(_message.Message):
 
     @_builtins.property
     def suspension(self) -> Global___Suspension:
-        """Why its requests are refused. Unset: they are not."""
+        """Why its requests are refused. Unset: they are not, or it is closed."""
+
+    @_builtins.property
+    def closure(self) -> _closures_pb2.Closure:
+        """When and why it was closed for good. Unset: it is open."""
 
     def __init__(
         self,
@@ -67,10 +73,11 @@ class Organization(_message.Message):
         billing_profile: _types_pb2.BillingProfile | None = ...,
         queue_weight_milli: _builtins.int = ...,
         suspension: Global___Suspension | None = ...,
+        closure: _closures_pb2.Closure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "create_time", b"create_time", "suspension", b"suspension"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "closure", b"closure", "create_time", b"create_time", "suspension", b"suspension"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "create_time", b"create_time", "currency_code", b"currency_code", "name", b"name", "organization_id", b"organization_id", "queue_weight_milli", b"queue_weight_milli", "suspension", b"suspension"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "closure", b"closure", "create_time", b"create_time", "currency_code", b"currency_code", "name", b"name", "organization_id", b"organization_id", "queue_weight_milli", b"queue_weight_milli", "suspension", b"suspension"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -119,6 +126,7 @@ class Project(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     SUSPENSION_FIELD_NUMBER: _builtins.int
+    CLOSURE_FIELD_NUMBER: _builtins.int
     project_id: _builtins.str
     """Server-generated UUID."""
     organization_id: _builtins.str
@@ -132,8 +140,12 @@ class Project(_message.Message):
     @_builtins.property
     def suspension(self) -> Global___Suspension:
         """Why the requests of its keys are refused. Unset: they are not, unless the organization is
-        suspended.
+        suspended or one of both closed.
         """
+
+    @_builtins.property
+    def closure(self) -> _closures_pb2.Closure:
+        """When and why it was closed for good. Unset: it is open, unless its organization is closed."""
 
     def __init__(
         self,
@@ -143,10 +155,11 @@ class Project(_message.Message):
         name: _builtins.str = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         suspension: Global___Suspension | None = ...,
+        closure: _closures_pb2.Closure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "suspension", b"suspension"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["closure", b"closure", "create_time", b"create_time", "suspension", b"suspension"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "name", b"name", "organization_id", b"organization_id", "project_id", b"project_id", "suspension", b"suspension"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closure", b"closure", "create_time", b"create_time", "name", b"name", "organization_id", b"organization_id", "project_id", b"project_id", "suspension", b"suspension"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -219,8 +232,8 @@ class ApiKey(_message.Message):
     permits calls beside those of the scopes. Empty: none.
     """
     is_bound: _builtins.bool
-    """True for a key without a secret: it acts for a member who has signed in, or for callers whose
-    tokens are trusted. No secret authenticates it, and it cannot be rotated.
+    """True for a key without a secret: it acts for a signed-in member, or for callers whose tokens
+    are trusted. No secret authenticates it, and it cannot be rotated.
     """
     person_id: _builtins.str
     """The person whom the key belongs to. It ends with the person's membership. Empty: none."""
@@ -515,6 +528,78 @@ class ResumeOrganizationResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResumeOrganizationResponse: _TypeAlias = ResumeOrganizationResponse  # noqa: Y015
+
+@_typing.final
+class CloseOrganizationRequest(_message.Message):
+    """Closes an organization for good, or shows what that would do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    CONFIRM_NAME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REMAINING_CREDIT_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of the organization. Unknown: NOT_FOUND. One with keys of the operator cannot be
+    closed.
+    """
+    confirm_name: _builtins.str
+    """The name of the organization again, because nothing undoes a closing. Not needed with
+    `validate_only`.
+    """
+    reason: _builtins.str
+    """Why: 1 to 200 printable characters. Its callers read it in each refusal."""
+    remaining_credit: _closures_pb2.RemainingCredit.ValueType
+    """What happens to the credit that the final month leaves. Required if credit remains."""
+    validate_only: _builtins.bool
+    """Changes nothing, and returns the effects."""
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+        confirm_name: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        remaining_credit: _closures_pb2.RemainingCredit.ValueType = ...,
+        validate_only: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirm_name", b"confirm_name", "organization", b"organization", "reason", b"reason", "remaining_credit", b"remaining_credit", "validate_only", b"validate_only"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloseOrganizationRequest: _TypeAlias = CloseOrganizationRequest  # noqa: Y015
+
+@_typing.final
+class CloseOrganizationResponse(_message.Message):
+    """The organization."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    EFFECTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def organization(self) -> Global___Organization:
+        """With its closure, unless the request was `validate_only`."""
+
+    @_builtins.property
+    def effects(self) -> _closures_pb2.ClosureEffects:
+        """What the closing changed, or would change."""
+
+    def __init__(
+        self,
+        *,
+        organization: Global___Organization | None = ...,
+        effects: _closures_pb2.ClosureEffects | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["effects", b"effects", "organization", b"organization"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["effects", b"effects", "organization", b"organization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloseOrganizationResponse: _TypeAlias = CloseOrganizationResponse  # noqa: Y015
 
 @_typing.final
 class ListOrganizationsRequest(_message.Message):
@@ -870,6 +955,76 @@ class ResumeProjectResponse(_message.Message):
 Global___ResumeProjectResponse: _TypeAlias = ResumeProjectResponse  # noqa: Y015
 
 @_typing.final
+class CloseProjectRequest(_message.Message):
+    """Closes a project for good, or shows what that would do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROJECT_FIELD_NUMBER: _builtins.int
+    CONFIRM_NAME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
+    project: _builtins.str
+    """"ORGANIZATION/NAME" or id of the project. Unknown: NOT_FOUND. One with keys of the operator
+    cannot be closed.
+    """
+    confirm_name: _builtins.str
+    """The name of the project again, because nothing undoes a closing. Not needed with
+    `validate_only`.
+    """
+    reason: _builtins.str
+    """Why: 1 to 200 printable characters. Its callers read it in each refusal."""
+    validate_only: _builtins.bool
+    """Changes nothing, and returns the effects."""
+    def __init__(
+        self,
+        *,
+        project: _builtins.str = ...,
+        confirm_name: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        validate_only: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirm_name", b"confirm_name", "project", b"project", "reason", b"reason", "validate_only", b"validate_only"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloseProjectRequest: _TypeAlias = CloseProjectRequest  # noqa: Y015
+
+@_typing.final
+class CloseProjectResponse(_message.Message):
+    """The project."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROJECT_FIELD_NUMBER: _builtins.int
+    EFFECTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def project(self) -> Global___Project:
+        """With its closure, unless the request was `validate_only`."""
+
+    @_builtins.property
+    def effects(self) -> _closures_pb2.ClosureEffects:
+        """What the closing changed, or would change. Of the organization, only the keys, requests and
+        limits of the project count.
+        """
+
+    def __init__(
+        self,
+        *,
+        project: Global___Project | None = ...,
+        effects: _closures_pb2.ClosureEffects | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["effects", b"effects", "project", b"project"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["effects", b"effects", "project", b"project"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloseProjectResponse: _TypeAlias = CloseProjectResponse  # noqa: Y015
+
+@_typing.final
 class ListProjectsRequest(_message.Message):
     """Requests the projects of one organization."""
 
@@ -935,6 +1090,8 @@ class CreateApiKeyRequest(_message.Message):
     STRICT_PARAMETERS_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    SERVICE_ACCOUNT_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of the organization. Unknown: NOT_FOUND."""
     project: _builtins.str
@@ -958,6 +1115,14 @@ class CreateApiKeyRequest(_message.Message):
     role: _builtins.str
     """See `ApiKey.role`. With the scopes "admin" or "billing": INVALID_ARGUMENT. A role or a right
     that the calling key does not have: PERMISSION_DENIED with the reason ROLE_EXCEEDED.
+    """
+    service_account: _builtins.str
+    """Name or id of the service account that the key belongs to; it has that role. Unknown:
+    NOT_FOUND.
+    """
+    own: _builtins.bool
+    """The key belongs to the person who makes this call; it has no role, or that of the person. A
+    caller without a person: INVALID_ARGUMENT.
     """
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -992,10 +1157,12 @@ class CreateApiKeyRequest(_message.Message):
         strict_parameters: _builtins.bool = ...,
         group: _builtins.str = ...,
         role: _builtins.str = ...,
+        service_account: _builtins.str = ...,
+        own: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lifetime", b"lifetime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_existing", b"allow_existing", "allowed_networks", b"allowed_networks", "group", b"group", "lifetime", b"lifetime", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization", b"organization", "project", b"project", "request_id", b"request_id", "role", b"role", "scopes", b"scopes", "strict_parameters", b"strict_parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_existing", b"allow_existing", "allowed_networks", b"allowed_networks", "group", b"group", "lifetime", b"lifetime", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization", b"organization", "own", b"own", "project", b"project", "request_id", b"request_id", "role", b"role", "scopes", b"scopes", "service_account", b"service_account", "strict_parameters", b"strict_parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1806,7 +1973,7 @@ class ListAuditEntriesRequest(_message.Message):
     including its limits; or any id.
     """
     actor: _builtins.str
-    """Only changes by this key, by prefix; or "system"."""
+    """Only changes by this key, by prefix; by this person, by e-mail address or id; or by "system"."""
     action_prefix: _builtins.str
     """Only actions with this prefix, for example "api_key."."""
     @_builtins.property
@@ -1896,6 +2063,8 @@ class AuditEntry(_message.Message):
     NAMES_FIELD_NUMBER: _builtins.int
     ACTOR_ROLE_FIELD_NUMBER: _builtins.int
     ACTOR_ORGANIZATION_ID_FIELD_NUMBER: _builtins.int
+    ACTOR_PERSON_ID_FIELD_NUMBER: _builtins.int
+    ACTOR_ADDRESS_FIELD_NUMBER: _builtins.int
     entry_id: _builtins.int
     """Increases with time, so that it orders entries and begins the next page."""
     actor: _builtins.str
@@ -1914,14 +2083,20 @@ class AuditEntry(_message.Message):
     """
     actor_organization_id: _builtins.str
     """Id of the organization of that key. Empty with `actor_role`."""
+    actor_person_id: _builtins.str
+    """Id of the person whom that key belongs to. `names` has the name of the person, unless it is the
+    operator's. Empty: no person.
+    """
+    actor_address: _builtins.str
+    """Network address that the change came from. Empty: it was not a call, or came by a local socket."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """Time of the change."""
 
     @_builtins.property
     def names(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Display names of the organizations, projects, keys, end users and labels that the entry refers
-        to, by id, as they are now. An erased end user has none.
+        """Display names of the organizations, projects, keys, persons, service accounts, end users and
+        labels that the entry refers to, by id, as they are now. An erased end user has none.
         """
 
     def __init__(
@@ -1937,10 +2112,12 @@ class AuditEntry(_message.Message):
         names: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         actor_role: _builtins.str = ...,
         actor_organization_id: _builtins.str = ...,
+        actor_person_id: _builtins.str = ...,
+        actor_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "actor", b"actor", "actor_organization_id", b"actor_organization_id", "actor_role", b"actor_role", "after_json", b"after_json", "before_json", b"before_json", "create_time", b"create_time", "entry_id", b"entry_id", "names", b"names", "subject_id", b"subject_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "actor", b"actor", "actor_address", b"actor_address", "actor_organization_id", b"actor_organization_id", "actor_person_id", b"actor_person_id", "actor_role", b"actor_role", "after_json", b"after_json", "before_json", b"before_json", "create_time", b"create_time", "entry_id", b"entry_id", "names", b"names", "subject_id", b"subject_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,9 +8,11 @@ from weir.v1 import alerts_pb2 as weir_dot_v1_dot_alerts__pb2
 from weir.v1 import configuration_pb2 as weir_dot_v1_dot_configuration__pb2
 from weir.v1 import fleet_pb2 as weir_dot_v1_dot_fleet__pb2
 from weir.v1 import live_requests_pb2 as weir_dot_v1_dot_live__requests__pb2
+from weir.v1 import members_pb2 as weir_dot_v1_dot_members__pb2
 from weir.v1 import plans_pb2 as weir_dot_v1_dot_plans__pb2
 from weir.v1 import prices_pb2 as weir_dot_v1_dot_prices__pb2
 from weir.v1 import replicas_pb2 as weir_dot_v1_dot_replicas__pb2
+from weir.v1 import tokens_pb2 as weir_dot_v1_dot_tokens__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -68,6 +70,11 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationResponse.FromString,
                 _registered_method=True)
+        self.CloseOrganization = channel.unary_unary(
+                '/weir.v1.AdminService/CloseOrganization',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.CloseOrganizationRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.CloseOrganizationResponse.FromString,
+                _registered_method=True)
         self.ListOrganizations = channel.unary_unary(
                 '/weir.v1.AdminService/ListOrganizations',
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.ListOrganizationsRequest.SerializeToString,
@@ -102,6 +109,11 @@ class AdminServiceStub:
                 '/weir.v1.AdminService/ResumeProject',
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.ResumeProjectRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.ResumeProjectResponse.FromString,
+                _registered_method=True)
+        self.CloseProject = channel.unary_unary(
+                '/weir.v1.AdminService/CloseProject',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.CloseProjectRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.CloseProjectResponse.FromString,
                 _registered_method=True)
         self.ListProjects = channel.unary_unary(
                 '/weir.v1.AdminService/ListProjects',
@@ -298,6 +310,106 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.EraseEndUserRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.EraseEndUserResponse.FromString,
                 _registered_method=True)
+        self.InviteMember = channel.unary_unary(
+                '/weir.v1.AdminService/InviteMember',
+                request_serializer=weir_dot_v1_dot_members__pb2.InviteMemberRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.InviteMemberResponse.FromString,
+                _registered_method=True)
+        self.ListInvitations = channel.unary_unary(
+                '/weir.v1.AdminService/ListInvitations',
+                request_serializer=weir_dot_v1_dot_members__pb2.ListInvitationsRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.ListInvitationsResponse.FromString,
+                _registered_method=True)
+        self.ResendInvitation = channel.unary_unary(
+                '/weir.v1.AdminService/ResendInvitation',
+                request_serializer=weir_dot_v1_dot_members__pb2.ResendInvitationRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.ResendInvitationResponse.FromString,
+                _registered_method=True)
+        self.RevokeInvitation = channel.unary_unary(
+                '/weir.v1.AdminService/RevokeInvitation',
+                request_serializer=weir_dot_v1_dot_members__pb2.RevokeInvitationRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.RevokeInvitationResponse.FromString,
+                _registered_method=True)
+        self.AcceptInvitation = channel.unary_unary(
+                '/weir.v1.AdminService/AcceptInvitation',
+                request_serializer=weir_dot_v1_dot_members__pb2.AcceptInvitationRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.AcceptInvitationResponse.FromString,
+                _registered_method=True)
+        self.ListMembers = channel.unary_unary(
+                '/weir.v1.AdminService/ListMembers',
+                request_serializer=weir_dot_v1_dot_members__pb2.ListMembersRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.ListMembersResponse.FromString,
+                _registered_method=True)
+        self.UpdateMember = channel.unary_unary(
+                '/weir.v1.AdminService/UpdateMember',
+                request_serializer=weir_dot_v1_dot_members__pb2.UpdateMemberRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.UpdateMemberResponse.FromString,
+                _registered_method=True)
+        self.RemoveMember = channel.unary_unary(
+                '/weir.v1.AdminService/RemoveMember',
+                request_serializer=weir_dot_v1_dot_members__pb2.RemoveMemberRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.RemoveMemberResponse.FromString,
+                _registered_method=True)
+        self.CreateServiceAccount = channel.unary_unary(
+                '/weir.v1.AdminService/CreateServiceAccount',
+                request_serializer=weir_dot_v1_dot_members__pb2.CreateServiceAccountRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.CreateServiceAccountResponse.FromString,
+                _registered_method=True)
+        self.UpdateServiceAccount = channel.unary_unary(
+                '/weir.v1.AdminService/UpdateServiceAccount',
+                request_serializer=weir_dot_v1_dot_members__pb2.UpdateServiceAccountRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.UpdateServiceAccountResponse.FromString,
+                _registered_method=True)
+        self.DeleteServiceAccount = channel.unary_unary(
+                '/weir.v1.AdminService/DeleteServiceAccount',
+                request_serializer=weir_dot_v1_dot_members__pb2.DeleteServiceAccountRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.DeleteServiceAccountResponse.FromString,
+                _registered_method=True)
+        self.ListServiceAccounts = channel.unary_unary(
+                '/weir.v1.AdminService/ListServiceAccounts',
+                request_serializer=weir_dot_v1_dot_members__pb2.ListServiceAccountsRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.ListServiceAccountsResponse.FromString,
+                _registered_method=True)
+        self.ListPersons = channel.unary_unary(
+                '/weir.v1.AdminService/ListPersons',
+                request_serializer=weir_dot_v1_dot_members__pb2.ListPersonsRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.ListPersonsResponse.FromString,
+                _registered_method=True)
+        self.UpdatePerson = channel.unary_unary(
+                '/weir.v1.AdminService/UpdatePerson',
+                request_serializer=weir_dot_v1_dot_members__pb2.UpdatePersonRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.UpdatePersonResponse.FromString,
+                _registered_method=True)
+        self.DeactivatePerson = channel.unary_unary(
+                '/weir.v1.AdminService/DeactivatePerson',
+                request_serializer=weir_dot_v1_dot_members__pb2.DeactivatePersonRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.DeactivatePersonResponse.FromString,
+                _registered_method=True)
+        self.ReactivatePerson = channel.unary_unary(
+                '/weir.v1.AdminService/ReactivatePerson',
+                request_serializer=weir_dot_v1_dot_members__pb2.ReactivatePersonRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.ReactivatePersonResponse.FromString,
+                _registered_method=True)
+        self.CreateTokenIssuer = channel.unary_unary(
+                '/weir.v1.AdminService/CreateTokenIssuer',
+                request_serializer=weir_dot_v1_dot_tokens__pb2.CreateTokenIssuerRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_tokens__pb2.CreateTokenIssuerResponse.FromString,
+                _registered_method=True)
+        self.DeleteTokenIssuer = channel.unary_unary(
+                '/weir.v1.AdminService/DeleteTokenIssuer',
+                request_serializer=weir_dot_v1_dot_tokens__pb2.DeleteTokenIssuerRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_tokens__pb2.DeleteTokenIssuerResponse.FromString,
+                _registered_method=True)
+        self.ListTokenIssuers = channel.unary_unary(
+                '/weir.v1.AdminService/ListTokenIssuers',
+                request_serializer=weir_dot_v1_dot_tokens__pb2.ListTokenIssuersRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_tokens__pb2.ListTokenIssuersResponse.FromString,
+                _registered_method=True)
+        self.RevokeTokens = channel.unary_unary(
+                '/weir.v1.AdminService/RevokeTokens',
+                request_serializer=weir_dot_v1_dot_tokens__pb2.RevokeTokensRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_tokens__pb2.RevokeTokensResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -336,6 +448,15 @@ class AdminServiceServicer:
 
     def ResumeOrganization(self, request, context):
         """Ends the suspension of an organization. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseOrganization(self, request, context):
+        """Closes an organization for good: all of its keys are revoked, its running requests end in every
+        process as `failed` with the reason ORGANIZATION_CLOSED, its rentals end, and nothing opens it
+        again. Its months close as always, and all records stay. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -387,6 +508,14 @@ class AdminServiceServicer:
 
     def ResumeProject(self, request, context):
         """Ends the suspension of a project. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseProject(self, request, context):
+        """Closes a project for good, as CloseOrganization does; the reason is PROJECT_CLOSED. Its usage
+        stays in the months of its organization. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -679,6 +808,150 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def InviteMember(self, request, context):
+        """Invites a person to an organization, with a token that works once. The token is returned only
+        in this response; nothing is sent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListInvitations(self, request, context):
+        """Lists the invitations of an organization that are neither accepted nor revoked.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResendInvitation(self, request, context):
+        """Gives an invitation a new token and a new end. The former token is refused from now on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeInvitation(self, request, context):
+        """Revokes an invitation: its token is refused from now on. NOT_FOUND if there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AcceptInvitation(self, request, context):
+        """Makes the caller a member. The bearer token of the call is that of the invitation: unknown,
+        used, revoked or expired, UNAUTHENTICATED with the reason INVITATION_INVALID.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListMembers(self, request, context):
+        """Lists the members of an organization.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateMember(self, request, context):
+        """Gives a member another role, at once on every server. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveMember(self, request, context):
+        """Removes a member, and revokes the keys that belong to the person. NOT_FOUND if there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateServiceAccount(self, request, context):
+        """Creates a service account: an owner of keys that no person's leave ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateServiceAccount(self, request, context):
+        """Gives a service account, and its keys, another role. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteServiceAccount(self, request, context):
+        """Deletes a service account and revokes its keys. NOT_FOUND if there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListServiceAccounts(self, request, context):
+        """Lists the service accounts of an organization by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPersons(self, request, context):
+        """Lists the persons of all organizations by e-mail address.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdatePerson(self, request, context):
+        """Changes the name of a person. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeactivatePerson(self, request, context):
+        """Refuses all keys of a person in every organization from now on, and ends its running requests.
+        Keys of service accounts go on. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReactivatePerson(self, request, context):
+        """Accepts the keys of a deactivated person again, as they were. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateTokenIssuer(self, request, context):
+        """Trusts an issuer: its tokens authenticate callers of an organization from now on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteTokenIssuer(self, request, context):
+        """Trusts an issuer no more; requests with its tokens end in every process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTokenIssuers(self, request, context):
+        """Lists trusted issuers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeTokens(self, request, context):
+        """Revokes a token, or all of a session or subject; their requests end in every process.
+        Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -701,6 +974,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ResumeOrganization,
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationResponse.SerializeToString,
+            ),
+            'CloseOrganization': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseOrganization,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.CloseOrganizationRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.CloseOrganizationResponse.SerializeToString,
             ),
             'ListOrganizations': grpc.unary_unary_rpc_method_handler(
                     servicer.ListOrganizations,
@@ -736,6 +1014,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ResumeProject,
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.ResumeProjectRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.ResumeProjectResponse.SerializeToString,
+            ),
+            'CloseProject': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseProject,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.CloseProjectRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.CloseProjectResponse.SerializeToString,
             ),
             'ListProjects': grpc.unary_unary_rpc_method_handler(
                     servicer.ListProjects,
@@ -932,6 +1215,106 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.EraseEndUserRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.EraseEndUserResponse.SerializeToString,
             ),
+            'InviteMember': grpc.unary_unary_rpc_method_handler(
+                    servicer.InviteMember,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.InviteMemberRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.InviteMemberResponse.SerializeToString,
+            ),
+            'ListInvitations': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListInvitations,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.ListInvitationsRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.ListInvitationsResponse.SerializeToString,
+            ),
+            'ResendInvitation': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResendInvitation,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.ResendInvitationRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.ResendInvitationResponse.SerializeToString,
+            ),
+            'RevokeInvitation': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeInvitation,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.RevokeInvitationRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.RevokeInvitationResponse.SerializeToString,
+            ),
+            'AcceptInvitation': grpc.unary_unary_rpc_method_handler(
+                    servicer.AcceptInvitation,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.AcceptInvitationRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.AcceptInvitationResponse.SerializeToString,
+            ),
+            'ListMembers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListMembers,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.ListMembersRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.ListMembersResponse.SerializeToString,
+            ),
+            'UpdateMember': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateMember,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.UpdateMemberRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.UpdateMemberResponse.SerializeToString,
+            ),
+            'RemoveMember': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveMember,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.RemoveMemberRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.RemoveMemberResponse.SerializeToString,
+            ),
+            'CreateServiceAccount': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateServiceAccount,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.CreateServiceAccountRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.CreateServiceAccountResponse.SerializeToString,
+            ),
+            'UpdateServiceAccount': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateServiceAccount,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.UpdateServiceAccountRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.UpdateServiceAccountResponse.SerializeToString,
+            ),
+            'DeleteServiceAccount': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteServiceAccount,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.DeleteServiceAccountRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.DeleteServiceAccountResponse.SerializeToString,
+            ),
+            'ListServiceAccounts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListServiceAccounts,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.ListServiceAccountsRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.ListServiceAccountsResponse.SerializeToString,
+            ),
+            'ListPersons': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPersons,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.ListPersonsRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.ListPersonsResponse.SerializeToString,
+            ),
+            'UpdatePerson': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdatePerson,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.UpdatePersonRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.UpdatePersonResponse.SerializeToString,
+            ),
+            'DeactivatePerson': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeactivatePerson,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.DeactivatePersonRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.DeactivatePersonResponse.SerializeToString,
+            ),
+            'ReactivatePerson': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReactivatePerson,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.ReactivatePersonRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.ReactivatePersonResponse.SerializeToString,
+            ),
+            'CreateTokenIssuer': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateTokenIssuer,
+                    request_deserializer=weir_dot_v1_dot_tokens__pb2.CreateTokenIssuerRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_tokens__pb2.CreateTokenIssuerResponse.SerializeToString,
+            ),
+            'DeleteTokenIssuer': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteTokenIssuer,
+                    request_deserializer=weir_dot_v1_dot_tokens__pb2.DeleteTokenIssuerRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_tokens__pb2.DeleteTokenIssuerResponse.SerializeToString,
+            ),
+            'ListTokenIssuers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTokenIssuers,
+                    request_deserializer=weir_dot_v1_dot_tokens__pb2.ListTokenIssuersRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_tokens__pb2.ListTokenIssuersResponse.SerializeToString,
+            ),
+            'RevokeTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeTokens,
+                    request_deserializer=weir_dot_v1_dot_tokens__pb2.RevokeTokensRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_tokens__pb2.RevokeTokensResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'weir.v1.AdminService', rpc_method_handlers)
@@ -1048,6 +1431,33 @@ class AdminService:
             '/weir.v1.AdminService/ResumeOrganization',
             weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationRequest.SerializeToString,
             weir_dot_v1_dot_admin__service__pb2.ResumeOrganizationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseOrganization(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/CloseOrganization',
+            weir_dot_v1_dot_admin__service__pb2.CloseOrganizationRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.CloseOrganizationResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1237,6 +1647,33 @@ class AdminService:
             '/weir.v1.AdminService/ResumeProject',
             weir_dot_v1_dot_admin__service__pb2.ResumeProjectRequest.SerializeToString,
             weir_dot_v1_dot_admin__service__pb2.ResumeProjectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseProject(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/CloseProject',
+            weir_dot_v1_dot_admin__service__pb2.CloseProjectRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.CloseProjectResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -2290,6 +2727,546 @@ class AdminService:
             '/weir.v1.AdminService/EraseEndUser',
             weir_dot_v1_dot_admin__service__pb2.EraseEndUserRequest.SerializeToString,
             weir_dot_v1_dot_admin__service__pb2.EraseEndUserResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InviteMember(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/InviteMember',
+            weir_dot_v1_dot_members__pb2.InviteMemberRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.InviteMemberResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListInvitations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListInvitations',
+            weir_dot_v1_dot_members__pb2.ListInvitationsRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.ListInvitationsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResendInvitation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ResendInvitation',
+            weir_dot_v1_dot_members__pb2.ResendInvitationRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.ResendInvitationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeInvitation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/RevokeInvitation',
+            weir_dot_v1_dot_members__pb2.RevokeInvitationRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.RevokeInvitationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AcceptInvitation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/AcceptInvitation',
+            weir_dot_v1_dot_members__pb2.AcceptInvitationRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.AcceptInvitationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListMembers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListMembers',
+            weir_dot_v1_dot_members__pb2.ListMembersRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.ListMembersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateMember(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/UpdateMember',
+            weir_dot_v1_dot_members__pb2.UpdateMemberRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.UpdateMemberResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveMember(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/RemoveMember',
+            weir_dot_v1_dot_members__pb2.RemoveMemberRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.RemoveMemberResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateServiceAccount(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/CreateServiceAccount',
+            weir_dot_v1_dot_members__pb2.CreateServiceAccountRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.CreateServiceAccountResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateServiceAccount(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/UpdateServiceAccount',
+            weir_dot_v1_dot_members__pb2.UpdateServiceAccountRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.UpdateServiceAccountResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteServiceAccount(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/DeleteServiceAccount',
+            weir_dot_v1_dot_members__pb2.DeleteServiceAccountRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.DeleteServiceAccountResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListServiceAccounts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListServiceAccounts',
+            weir_dot_v1_dot_members__pb2.ListServiceAccountsRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.ListServiceAccountsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPersons(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListPersons',
+            weir_dot_v1_dot_members__pb2.ListPersonsRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.ListPersonsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdatePerson(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/UpdatePerson',
+            weir_dot_v1_dot_members__pb2.UpdatePersonRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.UpdatePersonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeactivatePerson(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/DeactivatePerson',
+            weir_dot_v1_dot_members__pb2.DeactivatePersonRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.DeactivatePersonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReactivatePerson(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ReactivatePerson',
+            weir_dot_v1_dot_members__pb2.ReactivatePersonRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.ReactivatePersonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateTokenIssuer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/CreateTokenIssuer',
+            weir_dot_v1_dot_tokens__pb2.CreateTokenIssuerRequest.SerializeToString,
+            weir_dot_v1_dot_tokens__pb2.CreateTokenIssuerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteTokenIssuer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/DeleteTokenIssuer',
+            weir_dot_v1_dot_tokens__pb2.DeleteTokenIssuerRequest.SerializeToString,
+            weir_dot_v1_dot_tokens__pb2.DeleteTokenIssuerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTokenIssuers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListTokenIssuers',
+            weir_dot_v1_dot_tokens__pb2.ListTokenIssuersRequest.SerializeToString,
+            weir_dot_v1_dot_tokens__pb2.ListTokenIssuersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/RevokeTokens',
+            weir_dot_v1_dot_tokens__pb2.RevokeTokensRequest.SerializeToString,
+            weir_dot_v1_dot_tokens__pb2.RevokeTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

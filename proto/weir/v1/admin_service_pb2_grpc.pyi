@@ -10,9 +10,11 @@ from weir.v1 import alerts_pb2 as _alerts_pb2
 from weir.v1 import configuration_pb2 as _configuration_pb2
 from weir.v1 import fleet_pb2 as _fleet_pb2
 from weir.v1 import live_requests_pb2 as _live_requests_pb2
+from weir.v1 import members_pb2 as _members_pb2
 from weir.v1 import plans_pb2 as _plans_pb2
 from weir.v1 import prices_pb2 as _prices_pb2
 from weir.v1 import replicas_pb2 as _replicas_pb2
+from weir.v1 import tokens_pb2 as _tokens_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -60,6 +62,11 @@ class AdminServiceStub:
     """
     ResumeOrganization: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeOrganizationRequest, _admin_service_pb2.ResumeOrganizationResponse]
     """Ends the suspension of an organization. Idempotent."""
+    CloseOrganization: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CloseOrganizationRequest, _admin_service_pb2.CloseOrganizationResponse]
+    """Closes an organization for good: all of its keys are revoked, its running requests end in every
+    process as `failed` with the reason ORGANIZATION_CLOSED, its rentals end, and nothing opens it
+    again. Its months close as always, and all records stay. Idempotent.
+    """
     ListOrganizations: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListOrganizationsRequest, _admin_service_pb2.ListOrganizationsResponse]
     """Lists organizations by name."""
     SetBillingProfile: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetBillingProfileRequest, _admin_service_pb2.SetBillingProfileResponse]
@@ -78,6 +85,10 @@ class AdminServiceStub:
     """
     ResumeProject: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeProjectRequest, _admin_service_pb2.ResumeProjectResponse]
     """Ends the suspension of a project. Idempotent."""
+    CloseProject: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CloseProjectRequest, _admin_service_pb2.CloseProjectResponse]
+    """Closes a project for good, as CloseOrganization does; the reason is PROJECT_CLOSED. Its usage
+    stays in the months of its organization. Idempotent.
+    """
     ListProjects: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListProjectsRequest, _admin_service_pb2.ListProjectsResponse]
     """Lists the projects of an organization by name."""
     CreateApiKey: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CreateApiKeyRequest, _admin_service_pb2.CreateApiKeyResponse]
@@ -181,6 +192,54 @@ class AdminServiceStub:
     continue. A later request with the name is one of a new end user. NOT_FOUND if nothing has the
     name. After an interruption, the same call continues.
     """
+    InviteMember: _grpc.UnaryUnaryMultiCallable[_members_pb2.InviteMemberRequest, _members_pb2.InviteMemberResponse]
+    """Invites a person to an organization, with a token that works once. The token is returned only
+    in this response; nothing is sent.
+    """
+    ListInvitations: _grpc.UnaryUnaryMultiCallable[_members_pb2.ListInvitationsRequest, _members_pb2.ListInvitationsResponse]
+    """Lists the invitations of an organization that are neither accepted nor revoked."""
+    ResendInvitation: _grpc.UnaryUnaryMultiCallable[_members_pb2.ResendInvitationRequest, _members_pb2.ResendInvitationResponse]
+    """Gives an invitation a new token and a new end. The former token is refused from now on."""
+    RevokeInvitation: _grpc.UnaryUnaryMultiCallable[_members_pb2.RevokeInvitationRequest, _members_pb2.RevokeInvitationResponse]
+    """Revokes an invitation: its token is refused from now on. NOT_FOUND if there is none."""
+    AcceptInvitation: _grpc.UnaryUnaryMultiCallable[_members_pb2.AcceptInvitationRequest, _members_pb2.AcceptInvitationResponse]
+    """Makes the caller a member. The bearer token of the call is that of the invitation: unknown,
+    used, revoked or expired, UNAUTHENTICATED with the reason INVITATION_INVALID.
+    """
+    ListMembers: _grpc.UnaryUnaryMultiCallable[_members_pb2.ListMembersRequest, _members_pb2.ListMembersResponse]
+    """Lists the members of an organization."""
+    UpdateMember: _grpc.UnaryUnaryMultiCallable[_members_pb2.UpdateMemberRequest, _members_pb2.UpdateMemberResponse]
+    """Gives a member another role, at once on every server. Idempotent."""
+    RemoveMember: _grpc.UnaryUnaryMultiCallable[_members_pb2.RemoveMemberRequest, _members_pb2.RemoveMemberResponse]
+    """Removes a member, and revokes the keys that belong to the person. NOT_FOUND if there is none."""
+    CreateServiceAccount: _grpc.UnaryUnaryMultiCallable[_members_pb2.CreateServiceAccountRequest, _members_pb2.CreateServiceAccountResponse]
+    """Creates a service account: an owner of keys that no person's leave ends."""
+    UpdateServiceAccount: _grpc.UnaryUnaryMultiCallable[_members_pb2.UpdateServiceAccountRequest, _members_pb2.UpdateServiceAccountResponse]
+    """Gives a service account, and its keys, another role. Idempotent."""
+    DeleteServiceAccount: _grpc.UnaryUnaryMultiCallable[_members_pb2.DeleteServiceAccountRequest, _members_pb2.DeleteServiceAccountResponse]
+    """Deletes a service account and revokes its keys. NOT_FOUND if there is none."""
+    ListServiceAccounts: _grpc.UnaryUnaryMultiCallable[_members_pb2.ListServiceAccountsRequest, _members_pb2.ListServiceAccountsResponse]
+    """Lists the service accounts of an organization by name."""
+    ListPersons: _grpc.UnaryUnaryMultiCallable[_members_pb2.ListPersonsRequest, _members_pb2.ListPersonsResponse]
+    """Lists the persons of all organizations by e-mail address."""
+    UpdatePerson: _grpc.UnaryUnaryMultiCallable[_members_pb2.UpdatePersonRequest, _members_pb2.UpdatePersonResponse]
+    """Changes the name of a person. Idempotent."""
+    DeactivatePerson: _grpc.UnaryUnaryMultiCallable[_members_pb2.DeactivatePersonRequest, _members_pb2.DeactivatePersonResponse]
+    """Refuses all keys of a person in every organization from now on, and ends its running requests.
+    Keys of service accounts go on. Idempotent.
+    """
+    ReactivatePerson: _grpc.UnaryUnaryMultiCallable[_members_pb2.ReactivatePersonRequest, _members_pb2.ReactivatePersonResponse]
+    """Accepts the keys of a deactivated person again, as they were. Idempotent."""
+    CreateTokenIssuer: _grpc.UnaryUnaryMultiCallable[_tokens_pb2.CreateTokenIssuerRequest, _tokens_pb2.CreateTokenIssuerResponse]
+    """Trusts an issuer: its tokens authenticate callers of an organization from now on."""
+    DeleteTokenIssuer: _grpc.UnaryUnaryMultiCallable[_tokens_pb2.DeleteTokenIssuerRequest, _tokens_pb2.DeleteTokenIssuerResponse]
+    """Trusts an issuer no more; requests with its tokens end in every process."""
+    ListTokenIssuers: _grpc.UnaryUnaryMultiCallable[_tokens_pb2.ListTokenIssuersRequest, _tokens_pb2.ListTokenIssuersResponse]
+    """Lists trusted issuers."""
+    RevokeTokens: _grpc.UnaryUnaryMultiCallable[_tokens_pb2.RevokeTokensRequest, _tokens_pb2.RevokeTokensResponse]
+    """Revokes a token, or all of a session or subject; their requests end in every process.
+    Idempotent.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -207,6 +266,11 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ResumeOrganization: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeOrganizationRequest, _admin_service_pb2.ResumeOrganizationResponse]  # type: ignore[assignment]
     """Ends the suspension of an organization. Idempotent."""
+    CloseOrganization: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CloseOrganizationRequest, _admin_service_pb2.CloseOrganizationResponse]  # type: ignore[assignment]
+    """Closes an organization for good: all of its keys are revoked, its running requests end in every
+    process as `failed` with the reason ORGANIZATION_CLOSED, its rentals end, and nothing opens it
+    again. Its months close as always, and all records stay. Idempotent.
+    """
     ListOrganizations: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListOrganizationsRequest, _admin_service_pb2.ListOrganizationsResponse]  # type: ignore[assignment]
     """Lists organizations by name."""
     SetBillingProfile: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetBillingProfileRequest, _admin_service_pb2.SetBillingProfileResponse]  # type: ignore[assignment]
@@ -225,6 +289,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ResumeProject: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeProjectRequest, _admin_service_pb2.ResumeProjectResponse]  # type: ignore[assignment]
     """Ends the suspension of a project. Idempotent."""
+    CloseProject: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CloseProjectRequest, _admin_service_pb2.CloseProjectResponse]  # type: ignore[assignment]
+    """Closes a project for good, as CloseOrganization does; the reason is PROJECT_CLOSED. Its usage
+    stays in the months of its organization. Idempotent.
+    """
     ListProjects: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListProjectsRequest, _admin_service_pb2.ListProjectsResponse]  # type: ignore[assignment]
     """Lists the projects of an organization by name."""
     CreateApiKey: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CreateApiKeyRequest, _admin_service_pb2.CreateApiKeyResponse]  # type: ignore[assignment]
@@ -328,6 +396,54 @@ class AdminServiceAsyncStub(AdminServiceStub):
     continue. A later request with the name is one of a new end user. NOT_FOUND if nothing has the
     name. After an interruption, the same call continues.
     """
+    InviteMember: _aio.UnaryUnaryMultiCallable[_members_pb2.InviteMemberRequest, _members_pb2.InviteMemberResponse]  # type: ignore[assignment]
+    """Invites a person to an organization, with a token that works once. The token is returned only
+    in this response; nothing is sent.
+    """
+    ListInvitations: _aio.UnaryUnaryMultiCallable[_members_pb2.ListInvitationsRequest, _members_pb2.ListInvitationsResponse]  # type: ignore[assignment]
+    """Lists the invitations of an organization that are neither accepted nor revoked."""
+    ResendInvitation: _aio.UnaryUnaryMultiCallable[_members_pb2.ResendInvitationRequest, _members_pb2.ResendInvitationResponse]  # type: ignore[assignment]
+    """Gives an invitation a new token and a new end. The former token is refused from now on."""
+    RevokeInvitation: _aio.UnaryUnaryMultiCallable[_members_pb2.RevokeInvitationRequest, _members_pb2.RevokeInvitationResponse]  # type: ignore[assignment]
+    """Revokes an invitation: its token is refused from now on. NOT_FOUND if there is none."""
+    AcceptInvitation: _aio.UnaryUnaryMultiCallable[_members_pb2.AcceptInvitationRequest, _members_pb2.AcceptInvitationResponse]  # type: ignore[assignment]
+    """Makes the caller a member. The bearer token of the call is that of the invitation: unknown,
+    used, revoked or expired, UNAUTHENTICATED with the reason INVITATION_INVALID.
+    """
+    ListMembers: _aio.UnaryUnaryMultiCallable[_members_pb2.ListMembersRequest, _members_pb2.ListMembersResponse]  # type: ignore[assignment]
+    """Lists the members of an organization."""
+    UpdateMember: _aio.UnaryUnaryMultiCallable[_members_pb2.UpdateMemberRequest, _members_pb2.UpdateMemberResponse]  # type: ignore[assignment]
+    """Gives a member another role, at once on every server. Idempotent."""
+    RemoveMember: _aio.UnaryUnaryMultiCallable[_members_pb2.RemoveMemberRequest, _members_pb2.RemoveMemberResponse]  # type: ignore[assignment]
+    """Removes a member, and revokes the keys that belong to the person. NOT_FOUND if there is none."""
+    CreateServiceAccount: _aio.UnaryUnaryMultiCallable[_members_pb2.CreateServiceAccountRequest, _members_pb2.CreateServiceAccountResponse]  # type: ignore[assignment]
+    """Creates a service account: an owner of keys that no person's leave ends."""
+    UpdateServiceAccount: _aio.UnaryUnaryMultiCallable[_members_pb2.UpdateServiceAccountRequest, _members_pb2.UpdateServiceAccountResponse]  # type: ignore[assignment]
+    """Gives a service account, and its keys, another role. Idempotent."""
+    DeleteServiceAccount: _aio.UnaryUnaryMultiCallable[_members_pb2.DeleteServiceAccountRequest, _members_pb2.DeleteServiceAccountResponse]  # type: ignore[assignment]
+    """Deletes a service account and revokes its keys. NOT_FOUND if there is none."""
+    ListServiceAccounts: _aio.UnaryUnaryMultiCallable[_members_pb2.ListServiceAccountsRequest, _members_pb2.ListServiceAccountsResponse]  # type: ignore[assignment]
+    """Lists the service accounts of an organization by name."""
+    ListPersons: _aio.UnaryUnaryMultiCallable[_members_pb2.ListPersonsRequest, _members_pb2.ListPersonsResponse]  # type: ignore[assignment]
+    """Lists the persons of all organizations by e-mail address."""
+    UpdatePerson: _aio.UnaryUnaryMultiCallable[_members_pb2.UpdatePersonRequest, _members_pb2.UpdatePersonResponse]  # type: ignore[assignment]
+    """Changes the name of a person. Idempotent."""
+    DeactivatePerson: _aio.UnaryUnaryMultiCallable[_members_pb2.DeactivatePersonRequest, _members_pb2.DeactivatePersonResponse]  # type: ignore[assignment]
+    """Refuses all keys of a person in every organization from now on, and ends its running requests.
+    Keys of service accounts go on. Idempotent.
+    """
+    ReactivatePerson: _aio.UnaryUnaryMultiCallable[_members_pb2.ReactivatePersonRequest, _members_pb2.ReactivatePersonResponse]  # type: ignore[assignment]
+    """Accepts the keys of a deactivated person again, as they were. Idempotent."""
+    CreateTokenIssuer: _aio.UnaryUnaryMultiCallable[_tokens_pb2.CreateTokenIssuerRequest, _tokens_pb2.CreateTokenIssuerResponse]  # type: ignore[assignment]
+    """Trusts an issuer: its tokens authenticate callers of an organization from now on."""
+    DeleteTokenIssuer: _aio.UnaryUnaryMultiCallable[_tokens_pb2.DeleteTokenIssuerRequest, _tokens_pb2.DeleteTokenIssuerResponse]  # type: ignore[assignment]
+    """Trusts an issuer no more; requests with its tokens end in every process."""
+    ListTokenIssuers: _aio.UnaryUnaryMultiCallable[_tokens_pb2.ListTokenIssuersRequest, _tokens_pb2.ListTokenIssuersResponse]  # type: ignore[assignment]
+    """Lists trusted issuers."""
+    RevokeTokens: _aio.UnaryUnaryMultiCallable[_tokens_pb2.RevokeTokensRequest, _tokens_pb2.RevokeTokensResponse]  # type: ignore[assignment]
+    """Revokes a token, or all of a session or subject; their requests end in every process.
+    Idempotent.
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Manages organizations, projects, API keys, quotas and prices. Calls need a key with the scope
@@ -375,6 +491,17 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.ResumeOrganizationResponse, _abc.Awaitable[_admin_service_pb2.ResumeOrganizationResponse]]:
         """Ends the suspension of an organization. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def CloseOrganization(
+        self,
+        request: _admin_service_pb2.CloseOrganizationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.CloseOrganizationResponse, _abc.Awaitable[_admin_service_pb2.CloseOrganizationResponse]]:
+        """Closes an organization for good: all of its keys are revoked, its running requests end in every
+        process as `failed` with the reason ORGANIZATION_CLOSED, its rentals end, and nothing opens it
+        again. Its months close as always, and all records stay. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def ListOrganizations(
@@ -435,6 +562,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.ResumeProjectResponse, _abc.Awaitable[_admin_service_pb2.ResumeProjectResponse]]:
         """Ends the suspension of a project. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def CloseProject(
+        self,
+        request: _admin_service_pb2.CloseProjectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.CloseProjectResponse, _abc.Awaitable[_admin_service_pb2.CloseProjectResponse]]:
+        """Closes a project for good, as CloseOrganization does; the reason is PROJECT_CLOSED. Its usage
+        stays in the months of its organization. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def ListProjects(
@@ -771,6 +908,174 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         requests of the organization. Its usage stays in every sum, without a name. Running requests
         continue. A later request with the name is one of a new end user. NOT_FOUND if nothing has the
         name. After an interruption, the same call continues.
+        """
+
+    @_abc_1.abstractmethod
+    def InviteMember(
+        self,
+        request: _members_pb2.InviteMemberRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.InviteMemberResponse, _abc.Awaitable[_members_pb2.InviteMemberResponse]]:
+        """Invites a person to an organization, with a token that works once. The token is returned only
+        in this response; nothing is sent.
+        """
+
+    @_abc_1.abstractmethod
+    def ListInvitations(
+        self,
+        request: _members_pb2.ListInvitationsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.ListInvitationsResponse, _abc.Awaitable[_members_pb2.ListInvitationsResponse]]:
+        """Lists the invitations of an organization that are neither accepted nor revoked."""
+
+    @_abc_1.abstractmethod
+    def ResendInvitation(
+        self,
+        request: _members_pb2.ResendInvitationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.ResendInvitationResponse, _abc.Awaitable[_members_pb2.ResendInvitationResponse]]:
+        """Gives an invitation a new token and a new end. The former token is refused from now on."""
+
+    @_abc_1.abstractmethod
+    def RevokeInvitation(
+        self,
+        request: _members_pb2.RevokeInvitationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.RevokeInvitationResponse, _abc.Awaitable[_members_pb2.RevokeInvitationResponse]]:
+        """Revokes an invitation: its token is refused from now on. NOT_FOUND if there is none."""
+
+    @_abc_1.abstractmethod
+    def AcceptInvitation(
+        self,
+        request: _members_pb2.AcceptInvitationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.AcceptInvitationResponse, _abc.Awaitable[_members_pb2.AcceptInvitationResponse]]:
+        """Makes the caller a member. The bearer token of the call is that of the invitation: unknown,
+        used, revoked or expired, UNAUTHENTICATED with the reason INVITATION_INVALID.
+        """
+
+    @_abc_1.abstractmethod
+    def ListMembers(
+        self,
+        request: _members_pb2.ListMembersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.ListMembersResponse, _abc.Awaitable[_members_pb2.ListMembersResponse]]:
+        """Lists the members of an organization."""
+
+    @_abc_1.abstractmethod
+    def UpdateMember(
+        self,
+        request: _members_pb2.UpdateMemberRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.UpdateMemberResponse, _abc.Awaitable[_members_pb2.UpdateMemberResponse]]:
+        """Gives a member another role, at once on every server. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def RemoveMember(
+        self,
+        request: _members_pb2.RemoveMemberRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.RemoveMemberResponse, _abc.Awaitable[_members_pb2.RemoveMemberResponse]]:
+        """Removes a member, and revokes the keys that belong to the person. NOT_FOUND if there is none."""
+
+    @_abc_1.abstractmethod
+    def CreateServiceAccount(
+        self,
+        request: _members_pb2.CreateServiceAccountRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.CreateServiceAccountResponse, _abc.Awaitable[_members_pb2.CreateServiceAccountResponse]]:
+        """Creates a service account: an owner of keys that no person's leave ends."""
+
+    @_abc_1.abstractmethod
+    def UpdateServiceAccount(
+        self,
+        request: _members_pb2.UpdateServiceAccountRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.UpdateServiceAccountResponse, _abc.Awaitable[_members_pb2.UpdateServiceAccountResponse]]:
+        """Gives a service account, and its keys, another role. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def DeleteServiceAccount(
+        self,
+        request: _members_pb2.DeleteServiceAccountRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.DeleteServiceAccountResponse, _abc.Awaitable[_members_pb2.DeleteServiceAccountResponse]]:
+        """Deletes a service account and revokes its keys. NOT_FOUND if there is none."""
+
+    @_abc_1.abstractmethod
+    def ListServiceAccounts(
+        self,
+        request: _members_pb2.ListServiceAccountsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.ListServiceAccountsResponse, _abc.Awaitable[_members_pb2.ListServiceAccountsResponse]]:
+        """Lists the service accounts of an organization by name."""
+
+    @_abc_1.abstractmethod
+    def ListPersons(
+        self,
+        request: _members_pb2.ListPersonsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.ListPersonsResponse, _abc.Awaitable[_members_pb2.ListPersonsResponse]]:
+        """Lists the persons of all organizations by e-mail address."""
+
+    @_abc_1.abstractmethod
+    def UpdatePerson(
+        self,
+        request: _members_pb2.UpdatePersonRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.UpdatePersonResponse, _abc.Awaitable[_members_pb2.UpdatePersonResponse]]:
+        """Changes the name of a person. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def DeactivatePerson(
+        self,
+        request: _members_pb2.DeactivatePersonRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.DeactivatePersonResponse, _abc.Awaitable[_members_pb2.DeactivatePersonResponse]]:
+        """Refuses all keys of a person in every organization from now on, and ends its running requests.
+        Keys of service accounts go on. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def ReactivatePerson(
+        self,
+        request: _members_pb2.ReactivatePersonRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.ReactivatePersonResponse, _abc.Awaitable[_members_pb2.ReactivatePersonResponse]]:
+        """Accepts the keys of a deactivated person again, as they were. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def CreateTokenIssuer(
+        self,
+        request: _tokens_pb2.CreateTokenIssuerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tokens_pb2.CreateTokenIssuerResponse, _abc.Awaitable[_tokens_pb2.CreateTokenIssuerResponse]]:
+        """Trusts an issuer: its tokens authenticate callers of an organization from now on."""
+
+    @_abc_1.abstractmethod
+    def DeleteTokenIssuer(
+        self,
+        request: _tokens_pb2.DeleteTokenIssuerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tokens_pb2.DeleteTokenIssuerResponse, _abc.Awaitable[_tokens_pb2.DeleteTokenIssuerResponse]]:
+        """Trusts an issuer no more; requests with its tokens end in every process."""
+
+    @_abc_1.abstractmethod
+    def ListTokenIssuers(
+        self,
+        request: _tokens_pb2.ListTokenIssuersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tokens_pb2.ListTokenIssuersResponse, _abc.Awaitable[_tokens_pb2.ListTokenIssuersResponse]]:
+        """Lists trusted issuers."""
+
+    @_abc_1.abstractmethod
+    def RevokeTokens(
+        self,
+        request: _tokens_pb2.RevokeTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tokens_pb2.RevokeTokensResponse, _abc.Awaitable[_tokens_pb2.RevokeTokensResponse]]:
+        """Revokes a token, or all of a session or subject; their requests end in every process.
+        Idempotent.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from weir.v1 import inference_service_pb2 as weir_dot_v1_dot_inference__service__pb2
+from weir.v1 import tokens_pb2 as weir_dot_v1_dot_tokens__pb2
 from weir.v1 import usage_reports_pb2 as weir_dot_v1_dot_usage__reports__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -77,6 +78,16 @@ class InferenceServiceStub:
                 '/weir.v1.InferenceService/Embed',
                 request_serializer=weir_dot_v1_dot_inference__service__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_inference__service__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.CreateClientToken = channel.unary_unary(
+                '/weir.v1.InferenceService/CreateClientToken',
+                request_serializer=weir_dot_v1_dot_tokens__pb2.CreateClientTokenRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_tokens__pb2.CreateClientTokenResponse.FromString,
+                _registered_method=True)
+        self.RevokeClientTokens = channel.unary_unary(
+                '/weir.v1.InferenceService/RevokeClientTokens',
+                request_serializer=weir_dot_v1_dot_tokens__pb2.RevokeClientTokensRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_tokens__pb2.RevokeClientTokensResponse.FromString,
                 _registered_method=True)
 
 
@@ -160,6 +171,21 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateClientToken(self, request, context):
+        """Makes a token for minutes with which a browser can make one kind of call over HTTP. Its
+        requests are those of the calling key. PERMISSION_DENIED for a caller without an API key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeClientTokens(self, request, context):
+        """Revokes client tokens of the calling key; their requests end in every process. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -202,6 +228,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Embed,
                     request_deserializer=weir_dot_v1_dot_inference__service__pb2.EmbedRequest.FromString,
                     response_serializer=weir_dot_v1_dot_inference__service__pb2.EmbedResponse.SerializeToString,
+            ),
+            'CreateClientToken': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateClientToken,
+                    request_deserializer=weir_dot_v1_dot_tokens__pb2.CreateClientTokenRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_tokens__pb2.CreateClientTokenResponse.SerializeToString,
+            ),
+            'RevokeClientTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeClientTokens,
+                    request_deserializer=weir_dot_v1_dot_tokens__pb2.RevokeClientTokensRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_tokens__pb2.RevokeClientTokensResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -423,6 +459,60 @@ class InferenceService:
             '/weir.v1.InferenceService/Embed',
             weir_dot_v1_dot_inference__service__pb2.EmbedRequest.SerializeToString,
             weir_dot_v1_dot_inference__service__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateClientToken(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.InferenceService/CreateClientToken',
+            weir_dot_v1_dot_tokens__pb2.CreateClientTokenRequest.SerializeToString,
+            weir_dot_v1_dot_tokens__pb2.CreateClientTokenResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeClientTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.InferenceService/RevokeClientTokens',
+            weir_dot_v1_dot_tokens__pb2.RevokeClientTokensRequest.SerializeToString,
+            weir_dot_v1_dot_tokens__pb2.RevokeClientTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

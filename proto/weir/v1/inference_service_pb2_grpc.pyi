@@ -6,6 +6,7 @@ Inference API: generation, embeddings, token counts, quotes, lookups."""
 from collections import abc as _abc
 from grpc import aio as _aio
 from weir.v1 import inference_service_pb2 as _inference_service_pb2
+from weir.v1 import tokens_pb2 as _tokens_pb2
 from weir.v1 import usage_reports_pb2 as _usage_reports_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -76,6 +77,12 @@ class InferenceServiceStub:
     after a billed response: ALREADY_EXISTS, with the settled usage in the metadata; vectors are
     not kept.
     """
+    CreateClientToken: _grpc.UnaryUnaryMultiCallable[_tokens_pb2.CreateClientTokenRequest, _tokens_pb2.CreateClientTokenResponse]
+    """Makes a token for minutes with which a browser can make one kind of call over HTTP. Its
+    requests are those of the calling key. PERMISSION_DENIED for a caller without an API key.
+    """
+    RevokeClientTokens: _grpc.UnaryUnaryMultiCallable[_tokens_pb2.RevokeClientTokensRequest, _tokens_pb2.RevokeClientTokensResponse]
+    """Revokes client tokens of the calling key; their requests end in every process. Idempotent."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -124,6 +131,12 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     after a billed response: ALREADY_EXISTS, with the settled usage in the metadata; vectors are
     not kept.
     """
+    CreateClientToken: _aio.UnaryUnaryMultiCallable[_tokens_pb2.CreateClientTokenRequest, _tokens_pb2.CreateClientTokenResponse]  # type: ignore[assignment]
+    """Makes a token for minutes with which a browser can make one kind of call over HTTP. Its
+    requests are those of the calling key. PERMISSION_DENIED for a caller without an API key.
+    """
+    RevokeClientTokens: _aio.UnaryUnaryMultiCallable[_tokens_pb2.RevokeClientTokensRequest, _tokens_pb2.RevokeClientTokensResponse]  # type: ignore[assignment]
+    """Revokes client tokens of the calling key; their requests end in every process. Idempotent."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Streams the output of models. Every call carries the metadata `authorization: Bearer <API key>`;
@@ -217,5 +230,23 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         after a billed response: ALREADY_EXISTS, with the settled usage in the metadata; vectors are
         not kept.
         """
+
+    @_abc_1.abstractmethod
+    def CreateClientToken(
+        self,
+        request: _tokens_pb2.CreateClientTokenRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tokens_pb2.CreateClientTokenResponse, _abc.Awaitable[_tokens_pb2.CreateClientTokenResponse]]:
+        """Makes a token for minutes with which a browser can make one kind of call over HTTP. Its
+        requests are those of the calling key. PERMISSION_DENIED for a caller without an API key.
+        """
+
+    @_abc_1.abstractmethod
+    def RevokeClientTokens(
+        self,
+        request: _tokens_pb2.RevokeClientTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tokens_pb2.RevokeClientTokensResponse, _abc.Awaitable[_tokens_pb2.RevokeClientTokensResponse]]:
+        """Revokes client tokens of the calling key; their requests end in every process. Idempotent."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -424,6 +424,7 @@ class PrepaidCreditSummary(_message.Message):
     GRANTED_FIELD_NUMBER: _builtins.int
     EXPIRED_FIELD_NUMBER: _builtins.int
     REMAINING_FIELD_NUMBER: _builtins.int
+    REFUNDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def granted(self) -> _types_pb2.Money:
         """Credit that was granted in the month."""
@@ -436,16 +437,21 @@ class PrepaidCreditSummary(_message.Message):
     def remaining(self) -> _types_pb2.Money:
         """Credit left after the charges and the expiry of the month."""
 
+    @_builtins.property
+    def refunded(self) -> _types_pb2.Money:
+        """Credit that the final month of a closed organization left, to be paid back."""
+
     def __init__(
         self,
         *,
         granted: _types_pb2.Money | None = ...,
         expired: _types_pb2.Money | None = ...,
         remaining: _types_pb2.Money | None = ...,
+        refunded: _types_pb2.Money | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["expired", b"expired", "granted", b"granted", "remaining", b"remaining"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expired", b"expired", "granted", b"granted", "refunded", b"refunded", "remaining", b"remaining"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expired", b"expired", "granted", b"granted", "remaining", b"remaining"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expired", b"expired", "granted", b"granted", "refunded", b"refunded", "remaining", b"remaining"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

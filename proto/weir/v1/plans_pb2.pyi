@@ -479,6 +479,7 @@ class CreditGrant(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     GRANTED_BY_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    REFUNDED_FIELD_NUMBER: _builtins.int
     grant_id: _builtins.str
     """Server-generated UUID."""
     organization_id: _builtins.str
@@ -513,6 +514,10 @@ class CreditGrant(_message.Message):
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """Time of the grant."""
 
+    @_builtins.property
+    def refunded(self) -> _types_pb2.Money:
+        """Amount owed to the customer since its organization was closed."""
+
     def __init__(
         self,
         *,
@@ -528,10 +533,11 @@ class CreditGrant(_message.Message):
         reason: _builtins.str = ...,
         granted_by: _builtins.str = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        refunded: _types_pb2.Money | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "create_time", b"create_time", "expired", b"expired", "remaining", b"remaining", "spent", b"spent"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "create_time", b"create_time", "expired", b"expired", "refunded", b"refunded", "remaining", b"remaining", "spent", b"spent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "create_time", b"create_time", "expired", b"expired", "first_month", b"first_month", "grant_id", b"grant_id", "granted_by", b"granted_by", "last_month", b"last_month", "organization_id", b"organization_id", "organization_name", b"organization_name", "reason", b"reason", "remaining", b"remaining", "spent", b"spent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "create_time", b"create_time", "expired", b"expired", "first_month", b"first_month", "grant_id", b"grant_id", "granted_by", b"granted_by", "last_month", b"last_month", "organization_id", b"organization_id", "organization_name", b"organization_name", "reason", b"reason", "refunded", b"refunded", "remaining", b"remaining", "spent", b"spent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

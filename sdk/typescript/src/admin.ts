@@ -9,9 +9,13 @@ import { PlanConfigurationSchema, SimulatePricesRequestSchema } from "./gen/weir
 import { AdminCalls } from "./generated_calls.js";
 import type {
   AuditEntry,
+  Invitation,
+  Member,
+  Person,
   Plan,
   PlanAssignment,
   QuotaStatus,
+  ServiceAccount,
   SimulatedCustomer,
 } from "./generated_values.js";
 import * as wire from "./wire.js";
@@ -24,7 +28,7 @@ export interface AuditOptions extends CallOptionsOf {
   readonly beforeEntryId?: number;
   /** About an organization, an "organization/project", the prefix of a key, or any id. */
   readonly subject?: string;
-  /** Changes made with this key, given by its prefix. */
+  /** Changes made with this key, given by its prefix, or by the person of this address. */
   readonly actor?: string;
   /** Actions that begin with it. */
   readonly actionPrefix?: string;
@@ -32,6 +36,12 @@ export interface AuditOptions extends CallOptionsOf {
   readonly startTime?: Date;
   /** Entries before this time. */
   readonly endTime?: Date;
+}
+
+/** Options of lists that are read page by page. */
+export interface PageOptions extends CallOptionsOf {
+  /** Number of items per call to the server. Default 100. */
+  readonly pageSize?: number;
 }
 
 /** Options of `assignPlan`. */
@@ -126,6 +136,76 @@ export class AdminClient extends AdminCalls {
       for (const each of entries) yield wire.auditEntry(each);
       if (entries.length < pageSize) return;
       beforeEntryId = entries.at(-1)!.entryId;
+    }
+  }
+
+  /**
+   * Yields the members of an organization by e-mail address.
+   *
+   * @param options.search selects the addresses that begin with it.
+   */
+  async *listMembers(
+    organization: string,
+    options: PageOptions & { readonly search?: string } = {},
+  ): AsyncGenerator<Member, void, void> {
+    const { search = "", pageSize = 100 } = options;
+    for (let pageToken = ""; ; ) {
+      const init = { organization, search, pageSize, pageToken };
+      const { listMembers } = AdminService.method;
+      const page = await this.connection.call(listMembers, init, options);
+      for (const each of page.members) yield wire.member(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
+    }
+  }
+
+  /** Yields the invitations of an organization that are neither accepted nor revoked. */
+  async *listInvitations(
+    organization: string,
+    options: PageOptions = {},
+  ): AsyncGenerator<Invitation, void, void> {
+    const { pageSize = 100 } = options;
+    for (let pageToken = ""; ; ) {
+      const init = { organization, pageSize, pageToken };
+      const { listInvitations } = AdminService.method;
+      const page = await this.connection.call(listInvitations, init, options);
+      for (const each of page.invitations) yield wire.invitation(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
+    }
+  }
+
+  /** Yields the service accounts of an organization by name. */
+  async *listServiceAccounts(
+    organization: string,
+    options: PageOptions = {},
+  ): AsyncGenerator<ServiceAccount, void, void> {
+    const { pageSize = 100 } = options;
+    for (let pageToken = ""; ; ) {
+      const init = { organization, pageSize, pageToken };
+      const { listServiceAccounts } = AdminService.method;
+      const page = await this.connection.call(listServiceAccounts, init, options);
+      for (const each of page.serviceAccounts) yield wire.serviceAccount(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
+    }
+  }
+
+  /**
+   * Yields the persons of all organizations by e-mail address.
+   *
+   * @param options.search selects the addresses that begin with it.
+   */
+  async *listPersons(
+    options: PageOptions & { readonly search?: string } = {},
+  ): AsyncGenerator<Person, void, void> {
+    const { search = "", pageSize = 100 } = options;
+    for (let pageToken = ""; ; ) {
+      const init = { search, pageSize, pageToken };
+      const page = await this.connection.call(AdminService.method.listPersons, init, options);
+      for (const each of page.persons) yield wire.person(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
     }
   }
 

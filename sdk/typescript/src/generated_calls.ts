@@ -16,6 +16,9 @@ import {
   BillingService,
 } from "./gen/weir/v1/billing_service_pb.js";
 import {
+  RemainingCredit as RemainingCreditMessage,
+} from "./gen/weir/v1/closures_pb.js";
+import {
   ConfigurationSchema,
 } from "./gen/weir/v1/configuration_pb.js";
 import {
@@ -26,6 +29,7 @@ import {
   QuotaSubject as QuotaSubjectMessage,
 } from "./gen/weir/v1/types_pb.js";
 import {
+  type AcceptedInvitation,
   type Adjustment,
   type Alert,
   type AlertWebhook,
@@ -34,8 +38,11 @@ import {
   type AppliedFleet,
   type BillingProfile,
   type ClosedMonth,
+  type ClosedOrganization,
+  type ClosedProject,
   type CreatedAlertWebhook,
   type CreatedApiKey,
+  type CreatedInvitation,
   type CreditBalance,
   type CreditGrant,
   type DocumentFormat,
@@ -45,10 +52,12 @@ import {
   type FleetVersion,
   type KilledRequest,
   type LiveView,
+  type Member,
   type Month,
   type MonthReport,
   type MonthVerification,
   type Organization,
+  type Person,
   type PlanList,
   type PriceList,
   type PriceVersion,
@@ -57,11 +66,16 @@ import {
   type QuotaStatus,
   type QuotaSubject,
   type RecordedRequest,
+  type RemainingCredit,
+  type RemovedMember,
   type ReplicaList,
   type ReplicaRental,
   type ResalePrice,
+  type ResentInvitation,
   type RotatedApiKey,
   type ServedFleet,
+  type ServiceAccount,
+  type TokenIssuer,
   type UndrainedReplica,
   type UsageForecast,
 } from "./generated_values.js";
@@ -80,12 +94,40 @@ export interface CreateOrganizationOptions extends CallOptionsOf {
   readonly allowExisting?: boolean | undefined;
 }
 
+/** Options of `closeOrganization`. */
+export interface CloseOrganizationOptions extends CallOptionsOf {
+  /**
+   * The name of the organization again, because nothing undoes a closing. Not needed with
+   * `validate_only`.
+   */
+  readonly confirmName?: string | undefined;
+  /** Why: 1 to 200 printable characters. Its callers read it in each refusal. */
+  readonly reason?: string | undefined;
+  /** What happens to the credit that the final month leaves. Required if credit remains. */
+  readonly remainingCredit?: RemainingCredit | undefined;
+  /** Changes nothing, and returns the effects. */
+  readonly validateOnly?: boolean | undefined;
+}
+
 /** Options of `createProject`. */
 export interface CreateProjectOptions extends CallOptionsOf {
   /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
   readonly requestId?: string | undefined;
   /** Returns an existing project of this name instead of AlreadyExists. */
   readonly allowExisting?: boolean | undefined;
+}
+
+/** Options of `closeProject`. */
+export interface CloseProjectOptions extends CallOptionsOf {
+  /**
+   * The name of the project again, because nothing undoes a closing. Not needed with
+   * `validate_only`.
+   */
+  readonly confirmName?: string | undefined;
+  /** Why: 1 to 200 printable characters. Its callers read it in each refusal. */
+  readonly reason?: string | undefined;
+  /** Changes nothing, and returns the effects. */
+  readonly validateOnly?: boolean | undefined;
 }
 
 /** Options of `createApiKey`. */
@@ -142,6 +184,15 @@ export interface CreateApiKeyOptions extends CallOptionsOf {
    * reason ROLE_EXCEEDED.
    */
   readonly role?: string | undefined;
+  /**
+   * Name or id of the service account that the key belongs to; it has that role. Unknown: NotFound.
+   */
+  readonly serviceAccount?: string | undefined;
+  /**
+   * The key belongs to the person who makes this call; it has no role, or that of the person. A
+   * caller without a person: InvalidRequest.
+   */
+  readonly own?: boolean | undefined;
 }
 
 /** Options of `rotateApiKey`. */
@@ -447,6 +498,64 @@ export interface EraseEndUserOptions extends CallOptionsOf {
   readonly allowMissing?: boolean | undefined;
 }
 
+/** Options of `createTokenIssuer`. */
+export interface CreateTokenIssuerOptions extends CallOptionsOf {
+  /**
+   * Accepted algorithms, such as "ES256". Empty: all asymmetric ones. Unknown or symmetric:
+   * InvalidRequest.
+   */
+  readonly algorithms?: readonly string[] | undefined;
+  /** URL of the issuer's public keys. Empty, without `keys`: its discovery document has it. */
+  readonly keysUrl?: string | undefined;
+  /**
+   * Public keys as a JSON Web Key Set. Empty: they are read from the issuer. Up to 65,536
+   * characters. With `keys_url`: InvalidRequest.
+   */
+  readonly keys?: string | undefined;
+  /** By how much the clocks of issuer and service may differ. 0 to 300 s. Unset: 30 s. */
+  readonly leewayMs?: number | undefined;
+  /** Longest life of a token, from `iat` to `exp`. 1 s to 24 hours. Unset: 1 hour. */
+  readonly lifetimeMaxMs?: number | undefined;
+  /** Required header `typ`, such as "at+jwt". Empty: "JWT", "at+jwt" or none. */
+  readonly tokenType?: string | undefined;
+  /** True if tokens without `jti` are refused. */
+  readonly requiresId?: boolean | undefined;
+  /** Claim that chooses the project. Empty: there is one project. */
+  readonly projectClaim?: string | undefined;
+  /** Claim that names the end user, such as "sub". Empty: requests name it. */
+  readonly endUserClaim?: string | undefined;
+  /** Claim with the allowed models, a list or a text with blanks. Empty: those of the key. */
+  readonly modelsClaim?: string | undefined;
+  /** Claim with the output tokens per request. Empty: the key's limit. */
+  readonly maxOutputTokensClaim?: string | undefined;
+  /** Claims that become labels of each request. At most 8. */
+  readonly labelClaims?: readonly string[] | undefined;
+  /** Models of the bound keys. Empty: all. */
+  readonly models?: readonly string[] | undefined;
+  /** Input tokens per request of the bound keys; 0: no limit. */
+  readonly maxInputTokens?: number | bigint | undefined;
+  /** Output tokens per request of the bound keys; 0: no limit. */
+  readonly maxOutputTokens?: number | bigint | undefined;
+  /** Networks that the tokens may be used from. Empty: all. */
+  readonly allowedNetworks?: readonly string[] | undefined;
+  /** Group of the bound keys. Empty: none. */
+  readonly group?: string | undefined;
+  /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
+  readonly requestId?: string | undefined;
+}
+
+/** Options of `deleteTokenIssuer`. */
+export interface DeleteTokenIssuerOptions extends CallOptionsOf {
+  /** Succeeds instead of NotFound. */
+  readonly allowMissing?: boolean | undefined;
+}
+
+/** Options of `listTokenIssuers`. */
+export interface ListTokenIssuersOptions extends CallOptionsOf {
+  /** Name or id of an organization; empty: all. Unknown: NotFound. */
+  readonly organization?: string | undefined;
+}
+
 /** Options of `getFleet`. */
 export interface GetFleetOptions extends CallOptionsOf {
   /** Number; 0: the version in force. Unknown: NotFound. */
@@ -489,6 +598,65 @@ export interface ListFleetVersionsOptions extends CallOptionsOf {
   readonly pageSize?: number | undefined;
   /** Only versions with a smaller number; 0: from the newest. */
   readonly beforeNumber?: number | bigint | undefined;
+}
+
+/** Options of `inviteMember`. */
+export interface InviteMemberOptions extends CallOptionsOf {
+  /** Name or id of the project of the member. Empty: the oldest project. */
+  readonly project?: string | undefined;
+  /** Lifetime of the token, at most 30 days. Unset: 7 days. */
+  readonly lifetimeMs?: number | undefined;
+  /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
+  readonly requestId?: string | undefined;
+}
+
+/** Options of `resendInvitation`. */
+export interface ResendInvitationOptions extends CallOptionsOf {
+  /** Lifetime of the new token, at most 30 days. Unset: 7 days. */
+  readonly lifetimeMs?: number | undefined;
+}
+
+/** Options of `revokeInvitation`. */
+export interface RevokeInvitationOptions extends CallOptionsOf {
+  /** Succeeds instead of NotFound if there is no such invitation. */
+  readonly allowMissing?: boolean | undefined;
+}
+
+/** Options of `acceptInvitation`. */
+export interface AcceptInvitationOptions extends CallOptionsOf {
+  /**
+   * Name of the person, at most 100 characters. Empty: the part of the address before the "@". The
+   * name of a member of another organization stays.
+   */
+  readonly displayName?: string | undefined;
+  /** Also creates a key with a secret, of the same role, which belongs to the person. */
+  readonly createKey?: boolean | undefined;
+}
+
+/** Options of `removeMember`. */
+export interface RemoveMemberOptions extends CallOptionsOf {
+  /**
+   * Whether to revoke the active keys that the person created for others than itself. Unset while
+   * there are any: InvalidRequest, which lists them. The person's own keys are always revoked.
+   */
+  readonly revokeKeys?: boolean | undefined;
+}
+
+/** Options of `createServiceAccount`. */
+export interface CreateServiceAccountOptions extends CallOptionsOf {
+  /**
+   * Role of its keys: see `ApiKey.role`. Empty: its keys are for models. More than the caller has:
+   * PermissionDenied, ROLE_EXCEEDED.
+   */
+  readonly role?: string | undefined;
+  /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
+  readonly requestId?: string | undefined;
+}
+
+/** Options of `deleteServiceAccount`. */
+export interface DeleteServiceAccountOptions extends CallOptionsOf {
+  /** Succeeds instead of NotFound if there is no such service account. */
+  readonly allowMissing?: boolean | undefined;
 }
 
 /** Options of `closeMonth`. */
@@ -696,6 +864,32 @@ export class AdminCalls extends UnaryClient {
   }
 
   /**
+   * Closes an organization for good: all of its keys are revoked, its running requests end in every
+   * process as `failed` with the reason ORGANIZATION_CLOSED, its rentals end, and nothing opens it
+   * again. Its months close as always, and all records stay. Idempotent.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound. One with keys of the
+   * operator cannot be closed.
+   */
+  async closeOrganization(
+    organization: string,
+    options: CloseOrganizationOptions = {},
+  ): Promise<ClosedOrganization> {
+    const init = defined({
+      organization: organization,
+      confirmName: options.confirmName,
+      reason: options.reason,
+      remainingCredit:
+        options.remainingCredit &&
+        numberOf("remainingCredit", RemainingCreditMessage, options.remainingCredit),
+      validateOnly: options.validateOnly,
+    });
+    const method = AdminService.method.closeOrganization;
+    const response = await this.connection.call(method, init, options);
+    return wire.closedOrganization(response);
+  }
+
+  /**
    * Lists organizations by name.
    */
   async listOrganizations(
@@ -831,6 +1025,28 @@ export class AdminCalls extends UnaryClient {
   }
 
   /**
+   * Closes a project for good, as CloseOrganization does; the reason is PROJECT_CLOSED. Its usage
+   * stays in the months of its organization. Idempotent.
+   *
+   * @param project "ORGANIZATION/NAME" or id of the project. Unknown: NotFound. One with keys of
+   * the operator cannot be closed.
+   */
+  async closeProject(
+    project: string,
+    options: CloseProjectOptions = {},
+  ): Promise<ClosedProject> {
+    const init = defined({
+      project: project,
+      confirmName: options.confirmName,
+      reason: options.reason,
+      validateOnly: options.validateOnly,
+    });
+    const method = AdminService.method.closeProject;
+    const response = await this.connection.call(method, init, options);
+    return wire.closedProject(response);
+  }
+
+  /**
    * Lists the projects of an organization by name.
    *
    * @param organization Name or id of the organization. Unknown: NotFound.
@@ -875,6 +1091,8 @@ export class AdminCalls extends UnaryClient {
       strictParameters: options.strictParameters,
       group: options.group,
       role: options.role,
+      serviceAccount: options.serviceAccount,
+      own: options.own,
     });
     const method = AdminService.method.createApiKey;
     const response = await this.connection.call(method, init, options, false);
@@ -1442,6 +1660,109 @@ export class AdminCalls extends UnaryClient {
   }
 
   /**
+   * Trusts an issuer: its tokens authenticate callers of an organization from now on.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param issuer URL of the issuer, exactly as in the claim `iss`. Https, on a public address,
+   * unless the operator allows others. AlreadyExists if an issuer is trusted for the audience.
+   * @param audience Audience that must be in the claim `aud`. 1 to 255 characters.
+   * @param projects The project of the organization, by name or id. With a `project_claim`: up to
+   * 50, each after the value of the claim, such as "team-7=search".
+   */
+  async createTokenIssuer(
+    organization: string,
+    issuer: string,
+    audience: string,
+    projects: readonly string[],
+    options: CreateTokenIssuerOptions = {},
+  ): Promise<TokenIssuer> {
+    const init = defined({
+      organization: organization,
+      issuer: issuer,
+      audience: audience,
+      projects: [...projects],
+      algorithms: options.algorithms && [...options.algorithms],
+      keysUrl: options.keysUrl,
+      keys: options.keys,
+      leeway: duration("leewayMs", options.leewayMs),
+      lifetimeMax: duration("lifetimeMaxMs", options.lifetimeMaxMs),
+      tokenType: options.tokenType,
+      requiresId: options.requiresId,
+      projectClaim: options.projectClaim,
+      endUserClaim: options.endUserClaim,
+      modelsClaim: options.modelsClaim,
+      maxOutputTokensClaim: options.maxOutputTokensClaim,
+      labelClaims: options.labelClaims && [...options.labelClaims],
+      models: options.models && [...options.models],
+      maxInputTokens: whole("maxInputTokens", options.maxInputTokens),
+      maxOutputTokens: whole("maxOutputTokens", options.maxOutputTokens),
+      allowedNetworks: options.allowedNetworks && [...options.allowedNetworks],
+      group: options.group,
+      requestId: options.requestId ?? randomUUID(),
+    });
+    const method = AdminService.method.createTokenIssuer;
+    const response = await this.connection.call(method, init, options);
+    return wire.tokenIssuer(response.tokenIssuer);
+  }
+
+  /**
+   * Trusts an issuer no more; requests with its tokens end in every process.
+   *
+   * @param tokenIssuer Id of the issuer. Unknown: NotFound.
+   */
+  async deleteTokenIssuer(
+    tokenIssuer: string,
+    options: DeleteTokenIssuerOptions = {},
+  ): Promise<boolean> {
+    const init = defined({
+      tokenIssuerId: tokenIssuer,
+      allowMissing: options.allowMissing,
+    });
+    const method = AdminService.method.deleteTokenIssuer;
+    const response = await this.connection.call(method, init, options);
+    return response.deleted;
+  }
+
+  /**
+   * Lists trusted issuers.
+   */
+  async listTokenIssuers(
+    options: ListTokenIssuersOptions = {},
+  ): Promise<TokenIssuer[]> {
+    const init = defined({
+      organization: options.organization,
+    });
+    const method = AdminService.method.listTokenIssuers;
+    const response = await this.connection.call(method, init, options);
+    return response.tokenIssuers.map((each) => wire.tokenIssuer(each));
+  }
+
+  /**
+   * Revokes a token, or all of a session or subject; their requests end in every process.
+   * Idempotent.
+   *
+   * @param tokenIssuer Id of the issuer. Unknown: NotFound.
+   * @param claim The claim that names the tokens: "jti" for one token, "sid" for those of a
+   * session, "sub" for those of a subject that were issued until now.
+   * @param value Its value: 1 to 255 characters.
+   */
+  async revokeTokens(
+    tokenIssuer: string,
+    claim: string,
+    value: string,
+    options: CallOptionsOf = {},
+  ): Promise<datetime | None> {
+    const init = defined({
+      tokenIssuerId: tokenIssuer,
+      claim: claim,
+      value: value,
+    });
+    const method = AdminService.method.revokeTokens;
+    const response = await this.connection.call(method, init, options);
+    return wire.datetime | None(response.expireTime);
+  }
+
+  /**
    * Returns a version of the fleet, and the version that each process serves.
    */
   async getFleet(
@@ -1489,6 +1810,255 @@ export class AdminCalls extends UnaryClient {
     const method = AdminService.method.listFleetVersions;
     const response = await this.connection.call(method, init, options);
     return response.versions.map((each) => wire.fleetVersion(each));
+  }
+
+  /**
+   * Invites a person to an organization, with a token that works once. The token is returned only
+   * in this response; nothing is sent.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param email E-mail address. A member, or an address with a pending invitation: AlreadyExists.
+   * @param role "owner", "admin", "developer", "finance" or "viewer"; or "operator", of the whole
+   * service. A role that the caller does not have: PermissionDenied with the reason ROLE_EXCEEDED.
+   */
+  async inviteMember(
+    organization: string,
+    email: string,
+    role: string,
+    options: InviteMemberOptions = {},
+  ): Promise<CreatedInvitation> {
+    const init = defined({
+      organization: organization,
+      email: email,
+      role: role,
+      project: options.project,
+      lifetime: duration("lifetimeMs", options.lifetimeMs),
+      requestId: options.requestId,
+    });
+    const method = AdminService.method.inviteMember;
+    const response = await this.connection.call(method, init, options, false);
+    return wire.createdInvitation(response);
+  }
+
+  /**
+   * Gives an invitation a new token and a new end. The former token is refused from now on.
+   *
+   * @param invitationId Id of the invitation. Unknown, accepted or revoked: NotFound.
+   */
+  async resendInvitation(
+    invitationId: string,
+    options: ResendInvitationOptions = {},
+  ): Promise<ResentInvitation> {
+    const init = defined({
+      invitationId: invitationId,
+      lifetime: duration("lifetimeMs", options.lifetimeMs),
+    });
+    const method = AdminService.method.resendInvitation;
+    const response = await this.connection.call(method, init, options, false);
+    return wire.resentInvitation(response);
+  }
+
+  /**
+   * Revokes an invitation: its token is refused from now on. NotFound if there is none.
+   *
+   * @param invitationId Id of the invitation. Unknown, accepted or revoked: NotFound.
+   */
+  async revokeInvitation(
+    invitationId: string,
+    options: RevokeInvitationOptions = {},
+  ): Promise<boolean> {
+    const init = defined({
+      invitationId: invitationId,
+      allowMissing: options.allowMissing,
+    });
+    const method = AdminService.method.revokeInvitation;
+    const response = await this.connection.call(method, init, options);
+    return response.revoked;
+  }
+
+  /**
+   * Makes the caller a member. The bearer token of the call is that of the invitation: unknown,
+   * used, revoked or expired, UNAUTHENTICATED with the reason INVITATION_INVALID.
+   */
+  async acceptInvitation(
+    options: AcceptInvitationOptions = {},
+  ): Promise<AcceptedInvitation> {
+    const init = defined({
+      displayName: options.displayName,
+      createKey: options.createKey,
+    });
+    const method = AdminService.method.acceptInvitation;
+    const response = await this.connection.call(method, init, options, false);
+    return wire.acceptedInvitation(response);
+  }
+
+  /**
+   * Gives a member another role, at once on every server. Idempotent.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param member The member, by e-mail address or id of the person. Unknown: NotFound.
+   * @param role The new role: see `Member.role`. More than the caller has: PermissionDenied with
+   * the reason ROLE_EXCEEDED. Another one than owner for the last owner: FailedPrecondition,
+   * LAST_OWNER.
+   */
+  async updateMember(
+    organization: string,
+    member: string,
+    role: string,
+    options: CallOptionsOf = {},
+  ): Promise<Member> {
+    const init = defined({
+      organization: organization,
+      member: member,
+      role: role,
+    });
+    const method = AdminService.method.updateMember;
+    const response = await this.connection.call(method, init, options);
+    return wire.member(response.member);
+  }
+
+  /**
+   * Removes a member, and revokes the keys that belong to the person. NotFound if there is none.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param member The member, by e-mail address or id of the person. Unknown: NotFound. The last
+   * owner: FailedPrecondition, LAST_OWNER.
+   */
+  async removeMember(
+    organization: string,
+    member: string,
+    options: RemoveMemberOptions = {},
+  ): Promise<RemovedMember> {
+    const init = defined({
+      organization: organization,
+      member: member,
+      revokeKeys: options.revokeKeys,
+    });
+    const method = AdminService.method.removeMember;
+    const response = await this.connection.call(method, init, options);
+    return wire.removedMember(response);
+  }
+
+  /**
+   * Creates a service account: an owner of keys that no person's leave ends.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param name Name, 1 to 100 characters. Taken: AlreadyExists.
+   */
+  async createServiceAccount(
+    organization: string,
+    name: string,
+    options: CreateServiceAccountOptions = {},
+  ): Promise<ServiceAccount> {
+    const init = defined({
+      organization: organization,
+      name: name,
+      role: options.role,
+      requestId: options.requestId ?? randomUUID(),
+    });
+    const method = AdminService.method.createServiceAccount;
+    const response = await this.connection.call(method, init, options);
+    return wire.serviceAccount(response.serviceAccount);
+  }
+
+  /**
+   * Gives a service account, and its keys, another role. Idempotent.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param serviceAccount The service account, by name or id. Unknown: NotFound.
+   * @param role The new role: see `ServiceAccount.role`.
+   */
+  async updateServiceAccount(
+    organization: string,
+    serviceAccount: string,
+    role: string,
+    options: CallOptionsOf = {},
+  ): Promise<ServiceAccount> {
+    const init = defined({
+      organization: organization,
+      serviceAccount: serviceAccount,
+      role: role,
+    });
+    const method = AdminService.method.updateServiceAccount;
+    const response = await this.connection.call(method, init, options);
+    return wire.serviceAccount(response.serviceAccount);
+  }
+
+  /**
+   * Deletes a service account and revokes its keys. NotFound if there is none.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param serviceAccount The service account, by name or id. Unknown: NotFound.
+   */
+  async deleteServiceAccount(
+    organization: string,
+    serviceAccount: string,
+    options: DeleteServiceAccountOptions = {},
+  ): Promise<boolean> {
+    const init = defined({
+      organization: organization,
+      serviceAccount: serviceAccount,
+      allowMissing: options.allowMissing,
+    });
+    const method = AdminService.method.deleteServiceAccount;
+    const response = await this.connection.call(method, init, options);
+    return response.deleted;
+  }
+
+  /**
+   * Changes the name of a person. Idempotent.
+   *
+   * @param person The person, by e-mail address or id. Unknown: NotFound.
+   * @param displayName New name, 1 to 100 characters.
+   */
+  async updatePerson(
+    person: string,
+    displayName: string,
+    options: CallOptionsOf = {},
+  ): Promise<Person> {
+    const init = defined({
+      person: person,
+      displayName: displayName,
+    });
+    const method = AdminService.method.updatePerson;
+    const response = await this.connection.call(method, init, options);
+    return wire.person(response.person);
+  }
+
+  /**
+   * Refuses all keys of a person in every organization from now on, and ends its running requests.
+   * Keys of service accounts go on. Idempotent.
+   *
+   * @param person The person, by e-mail address or id. Unknown: NotFound. The last owner of an
+   * organization: FailedPrecondition, LAST_OWNER.
+   */
+  async deactivatePerson(
+    person: string,
+    options: CallOptionsOf = {},
+  ): Promise<Person> {
+    const init = defined({
+      person: person,
+    });
+    const method = AdminService.method.deactivatePerson;
+    const response = await this.connection.call(method, init, options);
+    return wire.person(response.person);
+  }
+
+  /**
+   * Accepts the keys of a deactivated person again, as they were. Idempotent.
+   *
+   * @param person The person, by e-mail address or id. Unknown: NotFound.
+   */
+  async reactivatePerson(
+    person: string,
+    options: CallOptionsOf = {},
+  ): Promise<Person> {
+    const init = defined({
+      person: person,
+    });
+    const method = AdminService.method.reactivatePerson;
+    const response = await this.connection.call(method, init, options);
+    return wire.person(response.person);
   }
 
 }

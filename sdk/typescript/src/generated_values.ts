@@ -184,8 +184,8 @@ export interface AuditEntry {
   /** The object after, as JSON; empty if it was removed. */
   readonly afterJson: string;
   /**
-   * Display names of the organizations, projects, keys, end users and labels that the entry refers
-   * to, by id, as they are now. An erased end user has none.
+   * Display names of the organizations, projects, keys, persons, service accounts, end users and
+   * labels that the entry refers to, by id, as they are now. An erased end user has none.
    */
   readonly names: Readonly<Record<string, string>>;
   /**
@@ -195,6 +195,15 @@ export interface AuditEntry {
   readonly actorRole: string;
   /** Id of the organization of that key. Empty with `actor_role`. */
   readonly actorOrganizationId: string;
+  /**
+   * Id of the person whom that key belongs to. `names` has the name of the person, unless it is the
+   * operator's. Empty: no person.
+   */
+  readonly actorPersonId: string;
+  /**
+   * Network address that the change came from. Empty: it was not a call, or came by a local socket.
+   */
+  readonly actorAddress: string;
 }
 
 /** State of an end user. unspecified: newer than this client. */
@@ -612,6 +621,28 @@ export interface UsagePage {
   readonly timeZone: string;
 }
 
+/** An invitation that is neither accepted nor revoked, without its token. */
+export interface Invitation {
+  /** Server-generated UUID. */
+  readonly invitationId: string;
+  /** UUID of the organization. */
+  readonly organizationId: string;
+  /** Name of the organization. */
+  readonly organizationName: string;
+  /** UUID of the project of the future member. */
+  readonly projectId: string;
+  /** Name of that project. */
+  readonly projectName: string;
+  /** E-mail address of the person, in lower case. */
+  readonly email: string;
+  /** Role of the future member: see `Member.role`. */
+  readonly role: string;
+  /** Time of the invitation. */
+  readonly createTime: Date | undefined;
+  /** The token is refused from then on. */
+  readonly expireTime: Date | undefined;
+}
+
 /** A line of an invoice. */
 export interface InvoiceLine {
   /**
@@ -851,6 +882,38 @@ export interface Model {
   readonly countsFromUsage: boolean;
 }
 
+/** A member: a person with a role in an organization. */
+export interface Member {
+  /** Server-generated UUID of the membership. */
+  readonly membershipId: string;
+  /** UUID of the person. */
+  readonly personId: string;
+  /** E-mail address of the person. */
+  readonly email: string;
+  /** Name to show of the person. */
+  readonly displayName: string;
+  /** UUID of the organization. */
+  readonly organizationId: string;
+  /** Name of the organization. */
+  readonly organizationName: string;
+  /**
+   * UUID of the project that the member's own usage counts as; a developer has access to no other.
+   */
+  readonly projectId: string;
+  /** Name of that project. */
+  readonly projectName: string;
+  /** "owner", "admin", "developer", "finance" or "viewer"; or "operator", of the whole service. */
+  readonly role: string;
+  /** UUID of the bound key that acts for the member. */
+  readonly apiKeyId: string;
+  /** Prefix of that key, which the audit log names as the author of changes. */
+  readonly keyPrefix: string;
+  /** Time at which the invitation was accepted. */
+  readonly createTime: Date | undefined;
+  /** Time since when all keys of the person are refused. Unset: active. */
+  readonly deactivateTime: Date | undefined;
+}
+
 /** File format of a month. */
 export type MonthExportFormat =
   | "invoice_pdf"
@@ -1065,6 +1128,38 @@ export interface SimulatedCustomer {
   readonly newPlan: string;
 }
 
+/** A person, whichever organizations it is a member of. */
+export interface Person {
+  /** Server-generated UUID. */
+  readonly personId: string;
+  /** E-mail address, in lower case. Unique in the service. */
+  readonly email: string;
+  /** Name to show. */
+  readonly displayName: string;
+  /** Time of the first invitation that the person accepted. */
+  readonly createTime: Date | undefined;
+  /** Time since when all keys of the person are refused. Unset: active. */
+  readonly deactivateTime: Date | undefined;
+}
+
+/** A program of an organization that owns keys. */
+export interface ServiceAccount {
+  /** Server-generated UUID. */
+  readonly serviceAccountId: string;
+  /** UUID of the organization. */
+  readonly organizationId: string;
+  /** Name of the organization. */
+  readonly organizationName: string;
+  /** Name, unique among the organization's service accounts. */
+  readonly name: string;
+  /** Role of its keys: see `ApiKey.role`. Empty: its keys are for models. */
+  readonly role: string;
+  /** Time of creation. */
+  readonly createTime: Date | undefined;
+  /** Number of its keys that are not revoked. */
+  readonly keyCount: number;
+}
+
 /** A token and its log-probability. */
 export interface TokenLogprob {
   /** Id in the model's vocabulary. */
@@ -1158,6 +1253,35 @@ export interface Suspension {
   readonly byOperator: boolean;
 }
 
+/**
+ * Choice for the prepaid credit that the final month of a closed organization leaves. unspecified:
+ * newer than this client.
+ */
+export type RemainingCredit =
+  | "unspecified"
+  | "refund"
+  | "expire"
+  | "keep";
+
+/** Closing of an organization or project: nothing opens it again. */
+export interface Closure {
+  /** The reason that was given. */
+  readonly reason: string;
+  /** Time of the closing. */
+  readonly closeTime: Date | undefined;
+  /** False: the organization closed its own project. */
+  readonly byOperator: boolean;
+  /**
+   * What happens to the credit that the final month leaves; UNSPECIFIED for a project, and if none
+   * remained.
+   */
+  readonly remainingCredit: RemainingCredit;
+  /** The last month with requests, as YYYY-MM. */
+  readonly finalMonth: string;
+  /** Whether the final month of the organization is closed, with its invoice. */
+  readonly isFinalMonthClosed: boolean;
+}
+
 /** A customer: it owns projects, keys and limits, and gets one bill a month. */
 export interface Organization {
   /** Server-generated UUID. */
@@ -1175,8 +1299,44 @@ export interface Organization {
    * service. 1000 if it was never set.
    */
   readonly queueWeightMilli: number;
-  /** Why its requests are refused. Unset: they are not. */
+  /** Why its requests are refused. Unset: they are not, or it is closed. */
   readonly suspension: Suspension | undefined;
+  /** When and why it was closed for good. Unset: it is open. */
+  readonly closure: Closure | undefined;
+}
+
+/** Objects that a closing changes, or that remain to be done, as they are at present. */
+export interface ClosureEffects {
+  /** Requests that run now: they end, and are billed what was delivered. */
+  readonly runningRequestCount: number;
+  /** Keys that work: they are revoked. */
+  readonly activeKeyCount: number;
+  /** Limits, which have nothing to limit any more. */
+  readonly limitCount: number;
+  /** Limits that are changed for a time. */
+  readonly overriddenLimitCount: number;
+  /** Projects of the organization that are not closed. */
+  readonly openProjectCount: number;
+  /**
+   * Rentals of replicas that have not ended: they end, and are on the statement up to the second.
+   */
+  readonly openRentalCount: number;
+  /** Whether a webhook stays for the alerts of the final invoice. */
+  readonly hasWebhook: boolean;
+  /** Months with content that are not closed yet, as YYYY-MM, with the present one. */
+  readonly openMonths: readonly string[];
+  /** Usage and other charges of open months. */
+  readonly unbilled: Money | undefined;
+  /** Prepaid credit that closed months have left. */
+  readonly remainingCredit: Money | undefined;
+}
+
+/** The organization. */
+export interface ClosedOrganization {
+  /** With its closure, unless the request was `validate_only`. */
+  readonly organization: Organization;
+  /** What the closing changed, or would change. */
+  readonly effects: ClosureEffects;
 }
 
 /** A subdivision of an organization, with its own keys. */
@@ -1191,9 +1351,22 @@ export interface Project {
   readonly createTime: Date | undefined;
   /**
    * Why the requests of its keys are refused. Unset: they are not, unless the organization is
-   * suspended.
+   * suspended or one of both closed.
    */
   readonly suspension: Suspension | undefined;
+  /** When and why it was closed for good. Unset: it is open, unless its organization is closed. */
+  readonly closure: Closure | undefined;
+}
+
+/** The project. */
+export interface ClosedProject {
+  /** With its closure, unless the request was `validate_only`. */
+  readonly project: Project;
+  /**
+   * What the closing changed, or would change. Of the organization, only the keys, requests and
+   * limits of the project count.
+   */
+  readonly effects: ClosureEffects;
 }
 
 /** An API key without its secret. */
@@ -1269,8 +1442,8 @@ export interface ApiKey {
    */
   readonly role: string;
   /**
-   * True for a key without a secret: it acts for a member who has signed in, or for callers whose
-   * tokens are trusted. No secret authenticates it, and it cannot be rotated.
+   * True for a key without a secret: it acts for a signed-in member, or for callers whose tokens
+   * are trusted. No secret authenticates it, and it cannot be rotated.
    */
   readonly isBound: boolean;
   /** The person whom the key belongs to. It ends with the person's membership. Empty: none. */
@@ -1402,6 +1575,8 @@ export interface CreditGrant {
   readonly grantedBy: string;
   /** Time of the grant. */
   readonly createTime: Date | undefined;
+  /** Amount owed to the customer since its organization was closed. */
+  readonly refunded: Money;
 }
 
 /** An organization's current credit. */
@@ -1814,6 +1989,96 @@ export interface ErasedEndUser {
   readonly labelledRequestCount: number;
 }
 
+/** The invitation with its token, which no later call returns. */
+export interface CreatedInvitation {
+  /** The invitation. */
+  readonly invitation: Invitation;
+  /** The token to hand to the person. It is returned only once: empty if the call was repeated. */
+  readonly token: string;
+}
+
+/** The invitation with its new token. */
+export interface ResentInvitation {
+  /** The invitation after the change. */
+  readonly invitation: Invitation;
+  /** The new token. The former one is refused from now on. */
+  readonly token: string;
+}
+
+/** The new member. */
+export interface AcceptedInvitation {
+  /** The membership. */
+  readonly member: Member;
+  /** The secret of the new key, with `create_key`. No later call returns it. */
+  readonly secret: string;
+}
+
+/** The member is removed. */
+export interface RemovedMember {
+  /** Prefixes of the keys that were revoked. */
+  readonly revokedKeys: readonly string[];
+  /** Prefixes of the keys that the person created and that stay. */
+  readonly keptKeys: readonly string[];
+}
+
+/** A project whose bound key acts for tokens with a value of the project claim. */
+export interface TokenProject {
+  /** Value of the claim. Empty without a project claim. */
+  readonly claimValue: string;
+  /** Name of the project. */
+  readonly projectName: string;
+  /** Id of the bound key. Its terms are changed with UpdateApiKey. */
+  readonly apiKeyId: string;
+  /** Its prefix. */
+  readonly prefix: string;
+}
+
+/**
+ * An issuer whose tokens for one audience authenticate callers of one organization. A bound key
+ * acts for them: its limits, usage and bills are theirs. Claims only narrow what the key may do; a
+ * claim that is named here must be in each token.
+ */
+export interface TokenIssuer {
+  /** Id, generated by the service. */
+  readonly tokenIssuerId: string;
+  /** The organization. */
+  readonly organizationId: string;
+  /** Its name. */
+  readonly organizationName: string;
+  /** URL of the issuer, exactly as in the claim `iss`. */
+  readonly issuer: string;
+  /** Audience that must be in the claim `aud`. */
+  readonly audience: string;
+  /** Accepted algorithms, such as "ES256". Empty: all asymmetric ones. */
+  readonly algorithms: readonly string[];
+  /** URL of the issuer's public keys. Empty, without `keys`: its discovery document has it. */
+  readonly keysUrl: string;
+  /** Public keys as a JSON Web Key Set. Empty: they are read from the issuer. */
+  readonly keys: string;
+  /** By how much the clocks of issuer and service may differ. */
+  readonly leewayMs: number | undefined;
+  /** Longest life of a token, from `iat` to `exp`. */
+  readonly lifetimeMaxMs: number | undefined;
+  /** Required header `typ`, such as "at+jwt". Empty: "JWT", "at+jwt" or none. */
+  readonly tokenType: string;
+  /** True if tokens without `jti` are refused. */
+  readonly requiresId: boolean;
+  /** Claim that chooses the project. Empty: there is one project. */
+  readonly projectClaim: string;
+  /** Claim that names the end user, such as "sub". Empty: requests name it. */
+  readonly endUserClaim: string;
+  /** Claim with the allowed models, a list or a text with blanks. Empty: those of the key. */
+  readonly modelsClaim: string;
+  /** Claim with the output tokens per request. Empty: the key's limit. */
+  readonly maxOutputTokensClaim: string;
+  /** Claims that become labels of each request. */
+  readonly labelClaims: readonly string[];
+  /** The projects with their bound keys. */
+  readonly projects: readonly TokenProject[];
+  /** When it was trusted. */
+  readonly createTime: Date | undefined;
+}
+
 /** Kind of a token, each of which has its own price. unspecified: newer than this client. */
 export type TokenKind =
   | "unspecified"
@@ -1913,6 +2178,8 @@ export interface PrepaidCredit {
   readonly expired: Money;
   /** Credit left after the charges and the expiry of the month. */
   readonly remaining: Money;
+  /** Credit that the final month of a closed organization left, to be paid back. */
+  readonly refunded: Money;
 }
 
 /** A credit note in the report of its month. */

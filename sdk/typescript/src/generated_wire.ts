@@ -9,6 +9,8 @@ import { count, date, dimension, durationMs, money, name, word } from "./convers
 import {
   ApiKeySchema,
   AuditEntrySchema,
+  CloseOrganizationResponseSchema,
+  CloseProjectResponseSchema,
   CreateApiKeyResponseSchema,
   EraseEndUserResponseSchema,
   OrganizationSchema,
@@ -17,6 +19,8 @@ import {
   SuspensionSchema,
   type ApiKey as ApiKeyMessage,
   type AuditEntry as AuditEntryMessage,
+  type CloseOrganizationResponse as CloseOrganizationResponseMessage,
+  type CloseProjectResponse as CloseProjectResponseMessage,
   type CreateApiKeyResponse as CreateApiKeyResponseMessage,
   type EraseEndUserResponse as EraseEndUserResponseMessage,
   type Organization as OrganizationMessage,
@@ -50,6 +54,13 @@ import {
   type Reconciliation as ReconciliationMessage,
   type RequestCounts as RequestCountsMessage,
 } from "./gen/weir/v1/billing_service_pb.js";
+import {
+  ClosureEffectsSchema,
+  ClosureSchema,
+  RemainingCredit as RemainingCreditMessage,
+  type Closure as ClosureMessage,
+  type ClosureEffects as ClosureEffectsMessage,
+} from "./gen/weir/v1/closures_pb.js";
 import {
   ApplyConfigurationResponseSchema,
   ConfigurationChangeSchema,
@@ -122,6 +133,24 @@ import {
   type LiveOrganization as LiveOrganizationMessage,
   type LiveRequest as LiveRequestMessage,
 } from "./gen/weir/v1/live_requests_pb.js";
+import {
+  AcceptInvitationResponseSchema,
+  InvitationSchema,
+  InviteMemberResponseSchema,
+  MemberSchema,
+  PersonSchema,
+  RemoveMemberResponseSchema,
+  ResendInvitationResponseSchema,
+  ServiceAccountSchema,
+  type AcceptInvitationResponse as AcceptInvitationResponseMessage,
+  type Invitation as InvitationMessage,
+  type InviteMemberResponse as InviteMemberResponseMessage,
+  type Member as MemberMessage,
+  type Person as PersonMessage,
+  type RemoveMemberResponse as RemoveMemberResponseMessage,
+  type ResendInvitationResponse as ResendInvitationResponseMessage,
+  type ServiceAccount as ServiceAccountMessage,
+} from "./gen/weir/v1/members_pb.js";
 import {
   AdjustmentSchema,
   AdjustmentState as AdjustmentStateMessage,
@@ -198,6 +227,12 @@ import {
   type ResaleStatementLine as ResaleStatementLineMessage,
 } from "./gen/weir/v1/resale_pb.js";
 import {
+  TokenIssuerSchema,
+  TokenProjectSchema,
+  type TokenIssuer as TokenIssuerMessage,
+  type TokenProject as TokenProjectMessage,
+} from "./gen/weir/v1/tokens_pb.js";
+import {
   BillingProfileSchema,
   QuotaStatusSchema,
   QuotaSubject as QuotaSubjectMessage,
@@ -221,6 +256,7 @@ import {
   type UsageShare as UsageShareMessage,
 } from "./gen/weir/v1/usage_reports_pb.js";
 import {
+  type AcceptedInvitation,
   type Adjustment,
   type AdjustmentState,
   type Alert,
@@ -238,10 +274,15 @@ import {
   type ChangeAction,
   type ChargeKind,
   type ClosedMonth,
+  type ClosedOrganization,
+  type ClosedProject,
+  type Closure,
+  type ClosureEffects,
   type ConfigurationChange,
   type ConfigurationViolation,
   type CreatedAlertWebhook,
   type CreatedApiKey,
+  type CreatedInvitation,
   type CreditBalance,
   type CreditGrant,
   type CreditNoteSummary,
@@ -257,6 +298,7 @@ import {
   type FleetViolation,
   type Generation,
   type GenerationState,
+  type Invitation,
   type Invoice,
   type InvoiceLine,
   type InvoicePayment,
@@ -267,6 +309,7 @@ import {
   type LiveOrganization,
   type LiveRequest,
   type LiveView,
+  type Member,
   type Model,
   type ModelTask,
   type ModelVersion,
@@ -279,6 +322,7 @@ import {
   type Obstacle,
   type Organization,
   type PaymentState,
+  type Person,
   type Plan,
   type PlanAssignment,
   type PlanList,
@@ -294,6 +338,8 @@ import {
   type Reconciliation,
   type RecordedRequest,
   type RefusedField,
+  type RemainingCredit,
+  type RemovedMember,
   type Replica,
   type ReplicaDrain,
   type ReplicaList,
@@ -304,14 +350,18 @@ import {
   type ResalePrice,
   type ResaleStatement,
   type ResaleStatementLine,
+  type ResentInvitation,
   type RotatedApiKey,
   type ServedFleet,
+  type ServiceAccount,
   type SimulatedCustomer,
   type Suspension,
   type Timings,
+  type TokenIssuer,
   type TokenKind,
   type TokenLogprob,
   type TokenLogprobs,
+  type TokenProject,
   type UndrainedReplica,
   type Usage,
   type UsageForecast,
@@ -400,6 +450,8 @@ export function auditEntry(
     names: value.names,
     actorRole: value.actorRole,
     actorOrganizationId: value.actorOrganizationId,
+    actorPersonId: value.actorPersonId,
+    actorAddress: value.actorAddress,
   };
 }
 
@@ -600,6 +652,22 @@ export function usagePage(
   };
 }
 
+export function invitation(
+  value: InvitationMessage = create(InvitationSchema),
+): Invitation {
+  return {
+    invitationId: value.invitationId,
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    projectId: value.projectId,
+    projectName: value.projectName,
+    email: value.email,
+    role: value.role,
+    createTime: date(value.createTime),
+    expireTime: date(value.expireTime),
+  };
+}
+
 export function invoiceLine(
   value: InvoiceLineMessage = create(InvoiceLineSchema),
 ): InvoiceLine {
@@ -743,6 +811,26 @@ export function model(
   };
 }
 
+export function member(
+  value: MemberMessage = create(MemberSchema),
+): Member {
+  return {
+    membershipId: value.membershipId,
+    personId: value.personId,
+    email: value.email,
+    displayName: value.displayName,
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    projectId: value.projectId,
+    projectName: value.projectName,
+    role: value.role,
+    apiKeyId: value.apiKeyId,
+    keyPrefix: value.keyPrefix,
+    createTime: date(value.createTime),
+    deactivateTime: date(value.deactivateTime),
+  };
+}
+
 export function plan(
   value: PlanMessage = create(PlanSchema),
 ): Plan {
@@ -866,6 +954,32 @@ export function simulatedCustomer(
   };
 }
 
+export function person(
+  value: PersonMessage = create(PersonSchema),
+): Person {
+  return {
+    personId: value.personId,
+    email: value.email,
+    displayName: value.displayName,
+    createTime: date(value.createTime),
+    deactivateTime: date(value.deactivateTime),
+  };
+}
+
+export function serviceAccount(
+  value: ServiceAccountMessage = create(ServiceAccountSchema),
+): ServiceAccount {
+  return {
+    serviceAccountId: value.serviceAccountId,
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    name: value.name,
+    role: value.role,
+    createTime: date(value.createTime),
+    keyCount: value.keyCount,
+  };
+}
+
 export function tokenLogprob(
   value: TokenLogprobMessage = create(TokenLogprobSchema),
 ): TokenLogprob {
@@ -911,6 +1025,19 @@ export function suspension(
   };
 }
 
+export function closure(
+  value: ClosureMessage = create(ClosureSchema),
+): Closure {
+  return {
+    reason: value.reason,
+    closeTime: date(value.closeTime),
+    byOperator: value.byOperator,
+    remainingCredit: word<RemainingCredit>(RemainingCreditMessage, value.remainingCredit),
+    finalMonth: value.finalMonth,
+    isFinalMonthClosed: value.isFinalMonthClosed,
+  };
+}
+
 export function organization(
   value: OrganizationMessage = create(OrganizationSchema),
 ): Organization {
@@ -922,6 +1049,33 @@ export function organization(
     billingProfile: value.billingProfile && billingProfile(value.billingProfile),
     queueWeightMilli: count(value.queueWeightMilli),
     suspension: value.suspension && suspension(value.suspension),
+    closure: value.closure && closure(value.closure),
+  };
+}
+
+export function closureEffects(
+  value: ClosureEffectsMessage = create(ClosureEffectsSchema),
+): ClosureEffects {
+  return {
+    runningRequestCount: count(value.runningRequestCount),
+    activeKeyCount: count(value.activeKeyCount),
+    limitCount: count(value.limitCount),
+    overriddenLimitCount: count(value.overriddenLimitCount),
+    openProjectCount: count(value.openProjectCount),
+    openRentalCount: count(value.openRentalCount),
+    hasWebhook: value.hasWebhook,
+    openMonths: value.openMonths,
+    unbilled: value.unbilled && money(value.unbilled),
+    remainingCredit: value.remainingCredit && money(value.remainingCredit),
+  };
+}
+
+export function closedOrganization(
+  value: CloseOrganizationResponseMessage = create(CloseOrganizationResponseSchema),
+): ClosedOrganization {
+  return {
+    organization: organization(value.organization),
+    effects: closureEffects(value.effects),
   };
 }
 
@@ -934,6 +1088,16 @@ export function project(
     name: value.name,
     createTime: date(value.createTime),
     suspension: value.suspension && suspension(value.suspension),
+    closure: value.closure && closure(value.closure),
+  };
+}
+
+export function closedProject(
+  value: CloseProjectResponseMessage = create(CloseProjectResponseSchema),
+): ClosedProject {
+  return {
+    project: project(value.project),
+    effects: closureEffects(value.effects),
   };
 }
 
@@ -1055,6 +1219,7 @@ export function creditGrant(
     reason: value.reason,
     grantedBy: value.grantedBy,
     createTime: date(value.createTime),
+    refunded: money(value.refunded),
   };
 }
 
@@ -1345,6 +1510,79 @@ export function erasedEndUser(
   };
 }
 
+export function createdInvitation(
+  value: InviteMemberResponseMessage = create(InviteMemberResponseSchema),
+): CreatedInvitation {
+  return {
+    invitation: invitation(value.invitation),
+    token: value.token,
+  };
+}
+
+export function resentInvitation(
+  value: ResendInvitationResponseMessage = create(ResendInvitationResponseSchema),
+): ResentInvitation {
+  return {
+    invitation: invitation(value.invitation),
+    token: value.token,
+  };
+}
+
+export function acceptedInvitation(
+  value: AcceptInvitationResponseMessage = create(AcceptInvitationResponseSchema),
+): AcceptedInvitation {
+  return {
+    member: member(value.member),
+    secret: value.secret,
+  };
+}
+
+export function removedMember(
+  value: RemoveMemberResponseMessage = create(RemoveMemberResponseSchema),
+): RemovedMember {
+  return {
+    revokedKeys: value.revokedKeys,
+    keptKeys: value.keptKeys,
+  };
+}
+
+export function tokenProject(
+  value: TokenProjectMessage = create(TokenProjectSchema),
+): TokenProject {
+  return {
+    claimValue: value.claimValue,
+    projectName: value.projectName,
+    apiKeyId: value.apiKeyId,
+    prefix: value.prefix,
+  };
+}
+
+export function tokenIssuer(
+  value: TokenIssuerMessage = create(TokenIssuerSchema),
+): TokenIssuer {
+  return {
+    tokenIssuerId: value.tokenIssuerId,
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    issuer: value.issuer,
+    audience: value.audience,
+    algorithms: value.algorithms,
+    keysUrl: value.keysUrl,
+    keys: value.keys,
+    leewayMs: durationMs(value.leeway),
+    lifetimeMaxMs: durationMs(value.lifetimeMax),
+    tokenType: value.tokenType,
+    requiresId: value.requiresId,
+    projectClaim: value.projectClaim,
+    endUserClaim: value.endUserClaim,
+    modelsClaim: value.modelsClaim,
+    maxOutputTokensClaim: value.maxOutputTokensClaim,
+    labelClaims: value.labelClaims,
+    projects: value.projects.map((each) => tokenProject(each)),
+    createTime: date(value.createTime),
+  };
+}
+
 export function monthReportLine(
   value: MonthReportLineMessage = create(MonthReportLineSchema),
 ): MonthReportLine {
@@ -1407,6 +1645,7 @@ export function prepaidCredit(
     granted: money(value.granted),
     expired: money(value.expired),
     remaining: money(value.remaining),
+    refunded: money(value.refunded),
   };
 }
 

@@ -24,11 +24,21 @@ DIMENSIONS = {
     for each in QuotaDimension
 }
 ORDINARY = {f"{kind}_weight_milli": 1000 for kind in ("input", "cached_input", "output")}
+
+
+def who(entry: AuditEntry) -> str:
+    """Describe who made a change: the key with its role, the person, and the address."""
+    person = entry.names.get(entry.actor_person_id, "")
+    key = f"{entry.actor} ({entry.actor_role})" if entry.actor_role else entry.actor
+    named = f"{person}, {key}" if person else key
+    return f"{named} from {entry.actor_address}" if entry.actor_address else named
+
+
 ENTRIES: Table[AuditEntry] = Table(
     {
         "entry": lambda each: str(each.entry_id),
         "time": "create_time",
-        "actor": "actor",
+        "actor": who,
         "action": lambda each: f"{each.action} {name_of(each)}".rstrip(),
         "id": "subject_id",
         "change": lambda each: changed(each.before_json, each.after_json),
@@ -52,7 +62,10 @@ def audit(
         ),
     ] = "",
     actor: Annotated[
-        str, typer.Option(help="Only changes by this key: its prefix, or `system`.")
+        str,
+        typer.Option(
+            help="Only changes by this key, person or program: prefix, address, or `system`."
+        ),
     ] = "",
     action: Annotated[
         str, typer.Option(help="Only actions that begin like this, such as api_key. or quota.set.")

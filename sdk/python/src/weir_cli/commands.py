@@ -60,6 +60,11 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
     "key": Command(
         "weir_cli.tenants:key", "Create, rotate, change, revoke and list API keys.", ADMIN
     ),
+    "member": Command("weir_cli.members:member", "Invite, change and remove members.", ADMIN),
+    "service-account": Command(
+        "weir_cli.members:service_account", "Manage programs that own keys.", ADMIN
+    ),
+    "person": Command("weir_cli.members:person", "See and deactivate persons.", ADMIN),
     "quota": Command("weir_cli.tenants:quota", "Set, show and remove limits.", ADMIN),
     "end-user": Command(
         "weir_cli.tenants:end_users", "Show and erase your customers' own users.", ADMIN

@@ -95,15 +95,16 @@ GRANTS: Table[CreditGrant] = Table(
         "granted": "amount",
         "spent": "spent",
         "expired": "expired",
+        "refunded": "refunded",
         "remaining": "remaining",
         "from": "first_month",
         "until": "last_month",
         "reason": "reason",
         "id": "grant_id",
     },
-    right=("granted", "spent", "expired", "remaining"),
+    right=("granted", "spent", "expired", "refunded", "remaining"),
     empty="no credit grants",
-    drop=("id", "expired", "from", "spent", "granted"),
+    drop=("id", "refunded", "expired", "from", "spent", "granted"),
 )
 BALANCES: Table[CreditBalance] = Table(
     {

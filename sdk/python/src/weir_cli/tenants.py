@@ -11,11 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from itertools import islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any
 from uuid import UUID
 
 import typer
-from weir_client import BillingProfile, QuotaDimension, QuotaSubject
+from weir_client import BillingProfile, QuotaDimension, QuotaSubject, RemainingCredit
 
 from weir_cli.connection import (
     EveryOption,
@@ -29,7 +30,7 @@ from weir_cli.connection import (
     organizations,
     project_or_default,
 )
-from weir_cli.render import JsonOption, Table, cell_of, fail, note, print_json, table
+from weir_cli.render import JsonOption, Table, cell_of, fail, make_console, note, print_json, table
 from weir_cli.terms import TERMS, option, options_of, restrictions, values_of
 from weir_cli.texts import (
     ERASED,
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
         ApiKey,
         BillingClient,
         Client,
+        ClosedOrganization,
+        ClosureEffects,
         EndUser,
         Organization,
         Project,
@@ -70,13 +73,13 @@ if TYPE_CHECKING:
 
 org = typer.Typer(
     help=(
-        "Create, rename, suspend, resume and list organizations; set their billing profiles and"
-        " queue weights."
+        "Create, rename, suspend, resume, close and list organizations; set their billing"
+        " profiles and queue weights."
     ),
     no_args_is_help=True,
 )
 project = typer.Typer(
-    help="Create, rename, suspend, resume and list projects.", no_args_is_help=True
+    help="Create, rename, suspend, resume, close and list projects.", no_args_is_help=True
 )
 
 NewNameArgument = Annotated[
@@ -101,6 +104,15 @@ ProjectArgument = Annotated[
 ReasonOption = Annotated[
     str, typer.Option("--reason", help="Why. Its callers read it in each refusal.")
 ]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Change nothing; show what it would change.")
+]
+ConfirmOption = Annotated[
+    str,
+    typer.Option(
+        "--confirm", help="Its name, which confirms it without a question.", metavar="NAME"
+    ),
+]
 QuotaArgument = Annotated[
     str, typer.Argument(help="Id of the limit, as shown by `weir quota list`.")
 ]
@@ -120,6 +132,9 @@ ORGANIZATIONS: Table[Organization] = Table(
     },
     empty="no organizations: create one with `weir org create NAME`",
     drop=("id", "created"),
+)
+EFFECTS: Table[tuple[str, str, str]] = Table(
+    {"closing": itemgetter(0), "now": itemgetter(1), "effect": itemgetter(2)}, right=("now",)
 )
 PROJECTS: Table[Project] = Table(
     {
@@ -353,6 +368,99 @@ def resume_organization(client: AdminClient, organization: OrganizationArgument)
     return client.resume_organization(organization)
 
 
+@org.command("close")
+@calls(admin_client)
+def close_organization(
+    client: AdminClient,
+    organization: OrganizationArgument,
+    reason: ReasonOption = "",
+    credit: Annotated[
+        RemainingCredit,
+        typer.Option(
+            "--credit",
+            help=(
+                "What happens to the credit that the final month leaves: refund posts it as owed"
+                " to the customer, expire as forfeited, keep leaves it until its grants end."
+                " Required if credit remains."
+            ),
+        ),
+    ] = RemainingCredit.UNSPECIFIED,
+    dry_run: DryRunOption = False,
+    confirmed: ConfirmOption = "",
+) -> Output:
+    """Close an organization for good: revoke all of its keys, and end its running requests.
+
+    Its rentals end now, and its plan with this month. Its months close as always, with late usage,
+    and you can still adjust them; the close of the final month posts what you chose for the credit.
+    All records stay.
+    """
+    preview = client.close_organization(organization, validate_only=True)
+    if dry_run:
+        return preview, effects_table(preview.effects, of_organization=True)
+    name = preview.organization.name
+    closed = client.close_organization(
+        organization,
+        confirm_name=confirmed_name(name, preview.effects, confirmed, of_organization=True),
+        reason=reason,
+        remaining_credit=credit,
+    )
+    return closed, ORGANIZATIONS.of([closed.organization]), *final_lines(closed)
+
+
+def final_lines(closed: ClosedOrganization) -> list[str]:
+    """Say what remains to be done after the closing of an organization."""
+    closure = closed.organization.closure
+    assert closure is not None, "it was closed"
+    if closure.is_final_month_closed:
+        return [f"its final month, {closure.final_month}, is closed"]
+    of_credit = {
+        RemainingCredit.REFUND: ", which posts the rest of its credit as owed to the customer",
+        RemainingCredit.EXPIRE: ", which posts the rest of its credit as forfeited",
+    }.get(closure.remaining_credit, "")
+    months = ", ".join(closed.effects.open_months)
+    return [f"close its open months when they are over: {months}{of_credit}"]
+
+
+def effects_table(effects: ClosureEffects, *, of_organization: bool) -> RenderableType:
+    """Draw what a closing would change at present."""
+    rows: list[tuple[str, str, str]] = [
+        ("running requests", str(effects.running_request_count), "end, billed as delivered"),
+        ("keys", str(effects.active_key_count), "revoked"),
+        ("limits", str(effects.limit_count), "without effect"),
+        ("limits changed for a time", str(effects.overridden_limit_count), ""),
+    ]
+    if of_organization:
+        assert effects.unbilled is not None, "of an organization"
+        assert effects.remaining_credit is not None, "of an organization"
+        rows += [
+            ("projects", str(effects.open_project_count), "closed with it"),
+            ("rentals", str(effects.open_rental_count), "end now"),
+            ("webhook", "1" if effects.has_webhook else "0", "stays, for the final invoice"),
+            ("open months", ", ".join(effects.open_months), "to be closed as always"),
+            ("unbilled so far", money_text(effects.unbilled), "on their invoices"),
+            ("credit left", money_text(effects.remaining_credit), "as --credit says"),
+        ]
+    return EFFECTS.of(rows)
+
+
+def confirmed_name(
+    name: str, effects: ClosureEffects, confirmed: str, *, of_organization: bool
+) -> str:
+    """Return the name that confirms a closing: as given, or as a person types it.
+
+    Raises: typer.BadParameter without a name and a terminal.
+    """
+    if confirmed:
+        return confirmed
+    if not has_terminal():
+        raise typer.BadParameter(
+            f"give --confirm {name}: there is no terminal to ask", param_hint="--confirm"
+        )
+    make_console(stderr=True).print(effects_table(effects, of_organization=of_organization))
+    answer: str = typer.prompt(f"Nothing undoes this. Type {name} to close it", err=True)
+    return answer
+
+
 @project.command("create")
 @calls(admin_client, shown=PROJECTS)
 def create_project(
@@ -401,6 +509,33 @@ def resume_project(
 ) -> Project:
     """End the suspension of a project. That of its organization, if any, stays."""
     return client.resume_project(project_of(project_ref, organization, client.address))
+
+
+@project.command("close")
+@calls(admin_client)
+def close_project(
+    client: AdminClient,
+    project_ref: ProjectArgument,
+    reason: ReasonOption = "",
+    dry_run: DryRunOption = False,
+    confirmed: ConfirmOption = "",
+    organization: OrganizationOption = None,
+) -> Output:
+    """Close a project for good: revoke all of its keys, and end its running requests.
+
+    Its usage stays in the months of its organization.
+    """
+    ref = project_of(project_ref, organization, client.address)
+    preview = client.close_project(ref, validate_only=True)
+    if dry_run:
+        return preview, effects_table(preview.effects, of_organization=False)
+    name = preview.project.name
+    closed = client.close_project(
+        ref,
+        confirm_name=confirmed_name(name, preview.effects, confirmed, of_organization=False),
+        reason=reason,
+    )
+    return closed, PROJECTS.of([closed.project])
 
 
 def project_of(ref: str, organization: str | None, address: str) -> str:
@@ -458,6 +593,12 @@ def create_key(
             help="Succeed if the project has a working key of this name and scopes already.",
         ),
     ] = False,
+    service_account: Annotated[
+        str, typer.Option(help="Service account that the key belongs to, by name or id.")
+    ] = "",
+    own: Annotated[
+        bool, typer.Option("--own", help="The key belongs to you, and ends with your membership.")
+    ] = False,
     as_json: JsonOption = False,
     **terms: Any,
 ) -> None:
@@ -468,6 +609,8 @@ def create_key(
         project_or_default(project, client.address),
         name,
         lifetime=lifetime,
+        service_account=service_account,
+        own=own,
         allow_existing=if_missing,
         **values_of(TERMS["key"], terms),
     )

@@ -461,7 +461,9 @@ def key_state(key: ApiKey, now: datetime | None = None) -> str:
 
 
 def suspension_text(owner: Organization | Project) -> str:
-    """Describe whether an organization or project is suspended, since when and why."""
+    """Describe whether an organization or project is suspended or closed, since when and why."""
+    if (closure := owner.closure) is not None:
+        return f"closed {time_text(closure.close_time)}: {closure.reason}"
     if (found := owner.suspension) is None:
         return "active"
     by = "" if found.by_operator else " by the organization"

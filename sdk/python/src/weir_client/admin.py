@@ -7,16 +7,20 @@ from datetime import datetime
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict
-from weir.v1 import admin_service_pb2, configuration_pb2, plans_pb2
+from weir.v1 import admin_service_pb2, configuration_pb2, members_pb2, plans_pb2
 
 from weir_client import wire
 from weir_client.blocking import blocking, blocking_items
 from weir_client.generated_calls import AsyncAdminCalls, BlockingAdminCalls
 from weir_client.generated_values import (
     AuditEntry,
+    Invitation,
+    Member,
+    Person,
     Plan,
     PlanAssignment,
     QuotaStatus,
+    ServiceAccount,
     SimulatedCustomer,
 )
 from weir_client.unary import items_of
@@ -84,8 +88,9 @@ class AsyncAdminClient(AsyncAdminCalls):
 
         `before_entry_id` selects older entries; 0 begins with the newest. `subject` selects entries
         about an organization, an "organization/project", the prefix of a key, or any id; `actor`
-        the changes made with this key; `action_prefix` the actions that begin with it. `start_time`
-        (inclusive) and `end_time` (exclusive) are aware datetimes.
+        the changes made with this key, or by the person of this e-mail address; `action_prefix` the
+        actions that begin with it. `start_time` (inclusive) and `end_time` (exclusive) are aware
+        datetimes.
         """
         request = admin_service_pb2.ListAuditEntriesRequest(
             page_size=page_size,
@@ -105,6 +110,56 @@ class AsyncAdminClient(AsyncAdminCalls):
             request.before_entry_id = response.entries[-1].entry_id
 
     list_audit_entries = items_of(_audit_pages)
+
+    async def _member_pages(
+        self, organization: str, *, search: str = "", page_size: int = 100
+    ) -> AsyncIterator[list[Member]]:
+        """Yield the members of an organization by e-mail address.
+
+        `search` selects the addresses that begin with it.
+        """
+        request = members_pb2.ListMembersRequest(
+            organization=organization, search=search, page_size=page_size
+        )
+        async for page in self._pages(self._stub.ListMembers, request):
+            yield [wire.read(Member, each) for each in page.members]
+
+    list_members = items_of(_member_pages)
+
+    async def _invitation_pages(
+        self, organization: str, *, page_size: int = 100
+    ) -> AsyncIterator[list[Invitation]]:
+        """Yield the invitations of an organization that are neither accepted nor revoked."""
+        request = members_pb2.ListInvitationsRequest(organization=organization, page_size=page_size)
+        async for page in self._pages(self._stub.ListInvitations, request):
+            yield [wire.read(Invitation, each) for each in page.invitations]
+
+    list_invitations = items_of(_invitation_pages)
+
+    async def _service_account_pages(
+        self, organization: str, *, page_size: int = 100
+    ) -> AsyncIterator[list[ServiceAccount]]:
+        """Yield the service accounts of an organization by name."""
+        request = members_pb2.ListServiceAccountsRequest(
+            organization=organization, page_size=page_size
+        )
+        async for page in self._pages(self._stub.ListServiceAccounts, request):
+            yield [wire.read(ServiceAccount, each) for each in page.service_accounts]
+
+    list_service_accounts = items_of(_service_account_pages)
+
+    async def _person_pages(
+        self, *, search: str = "", page_size: int = 100
+    ) -> AsyncIterator[list[Person]]:
+        """Yield the persons of all organizations by e-mail address.
+
+        `search` selects the addresses that begin with it.
+        """
+        request = members_pb2.ListPersonsRequest(search=search, page_size=page_size)
+        async for page in self._pages(self._stub.ListPersons, request):
+            yield [wire.read(Person, each) for each in page.persons]
+
+    list_persons = items_of(_person_pages)
 
     async def simulate_prices(
         self, month: str, proposal: Mapping[str, Any], *, organization: str = ""
@@ -173,6 +228,10 @@ class AdminClient(BlockingAdminCalls):
     list_quotas = blocking(AsyncAdminClient.list_quotas)
     list_key_quotas = blocking(AsyncAdminClient.list_key_quotas)
     list_audit_entries = blocking_items(AsyncAdminClient._audit_pages)
+    list_members = blocking_items(AsyncAdminClient._member_pages)
+    list_invitations = blocking_items(AsyncAdminClient._invitation_pages)
+    list_service_accounts = blocking_items(AsyncAdminClient._service_account_pages)
+    list_persons = blocking_items(AsyncAdminClient._person_pages)
     simulate_prices = blocking(AsyncAdminClient.simulate_prices)
     create_plan = blocking(AsyncAdminClient.create_plan)
     assign_plan = blocking(AsyncAdminClient.assign_plan)

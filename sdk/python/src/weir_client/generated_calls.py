@@ -20,17 +20,20 @@ from weir.v1 import (
     end_users_pb2,
     fleet_pb2,
     live_requests_pb2,
+    members_pb2,
     months_pb2,
     plans_pb2,
     prices_pb2,
     replicas_pb2,
     resale_pb2,
+    tokens_pb2,
     usage_reports_pb2,
 )
 
 from weir_client import wire
 from weir_client.blocking import BlockingUnaryClient, blocking
 from weir_client.generated_values import (
+    AcceptedInvitation,
     Adjustment,
     Alert,
     AlertWebhook,
@@ -39,8 +42,11 @@ from weir_client.generated_values import (
     AppliedFleet,
     BillingProfile,
     ClosedMonth,
+    ClosedOrganization,
+    ClosedProject,
     CreatedAlertWebhook,
     CreatedApiKey,
+    CreatedInvitation,
     CreditBalance,
     CreditGrant,
     DocumentFormat,
@@ -50,10 +56,12 @@ from weir_client.generated_values import (
     FleetVersion,
     KilledRequest,
     LiveView,
+    Member,
     Month,
     MonthReport,
     MonthVerification,
     Organization,
+    Person,
     PlanList,
     PriceList,
     PriceVersion,
@@ -62,11 +70,16 @@ from weir_client.generated_values import (
     QuotaStatus,
     QuotaSubject,
     RecordedRequest,
+    RemainingCredit,
+    RemovedMember,
     ReplicaList,
     ReplicaRental,
     ResalePrice,
+    ResentInvitation,
     RotatedApiKey,
     ServedFleet,
+    ServiceAccount,
+    TokenIssuer,
     UndrainedReplica,
     UsageForecast,
 )
@@ -144,6 +157,39 @@ class AsyncAdminCalls(UnaryClient):
         )
         response = await self._call(self._stub.ResumeOrganization, request)
         return wire.read(Organization, response.organization)
+
+    async def close_organization(
+        self,
+        organization: str,
+        *,
+        confirm_name: str = "",
+        reason: str = "",
+        remaining_credit: RemainingCredit = RemainingCredit.UNSPECIFIED,
+        validate_only: bool = False,
+    ) -> ClosedOrganization:
+        """Closes an organization for good: all of its keys are revoked, its running requests end in
+        every process as `failed` with the reason ORGANIZATION_CLOSED, its rentals end, and nothing
+        opens it again. Its months close as always, and all records stay. Idempotent.
+
+        `organization`: Name or id of the organization. Unknown: NotFound. One with keys of the
+            operator cannot be closed.
+        `confirm_name`: The name of the organization again, because nothing undoes a closing. Not
+            needed with `validate_only`.
+        `reason`: Why: 1 to 200 printable characters. Its callers read it in each refusal.
+        `remaining_credit`: What happens to the credit that the final month leaves. Required if
+            credit remains.
+        `validate_only`: Changes nothing, and returns the effects.
+        """
+        request = wire.request(
+            admin_service_pb2.CloseOrganizationRequest,
+            organization=organization,
+            confirm_name=confirm_name,
+            reason=reason,
+            remaining_credit=remaining_credit,
+            validate_only=validate_only,
+        )
+        response = await self._call(self._stub.CloseOrganization, request)
+        return wire.read(ClosedOrganization, response)
 
     async def list_organizations(self) -> list[Organization]:
         """Lists organizations by name."""
@@ -242,6 +288,29 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.ResumeProject, request)
         return wire.read(Project, response.project)
 
+    async def close_project(
+        self, project: str, *, confirm_name: str = "", reason: str = "", validate_only: bool = False
+    ) -> ClosedProject:
+        """Closes a project for good, as CloseOrganization does; the reason is PROJECT_CLOSED. Its
+        usage stays in the months of its organization. Idempotent.
+
+        `project`: "ORGANIZATION/NAME" or id of the project. Unknown: NotFound. One with keys of the
+            operator cannot be closed.
+        `confirm_name`: The name of the project again, because nothing undoes a closing. Not needed
+            with `validate_only`.
+        `reason`: Why: 1 to 200 printable characters. Its callers read it in each refusal.
+        `validate_only`: Changes nothing, and returns the effects.
+        """
+        request = wire.request(
+            admin_service_pb2.CloseProjectRequest,
+            project=project,
+            confirm_name=confirm_name,
+            reason=reason,
+            validate_only=validate_only,
+        )
+        response = await self._call(self._stub.CloseProject, request)
+        return wire.read(ClosedProject, response)
+
     async def list_projects(self, organization: str) -> list[Project]:
         """Lists the projects of an organization by name.
 
@@ -268,6 +337,8 @@ class AsyncAdminCalls(UnaryClient):
         strict_parameters: bool = False,
         group: str = "",
         role: str = "",
+        service_account: str = "",
+        own: bool = False,
     ) -> CreatedApiKey:
         """Creates an API key. Its secret is returned only in this response.
 
@@ -303,6 +374,10 @@ class AsyncAdminCalls(UnaryClient):
             "viewer". It permits calls beside those of the scopes. Empty: none. With the scopes
             "admin" or "billing": InvalidRequest. A role or a right that the calling key does not
             have: PermissionDenied with the reason ROLE_EXCEEDED.
+        `service_account`: Name or id of the service account that the key belongs to; it has that
+            role. Unknown: NotFound.
+        `own`: The key belongs to the person who makes this call; it has no role, or that of the
+            person. A caller without a person: InvalidRequest.
         """
         request = wire.request(
             admin_service_pb2.CreateApiKeyRequest,
@@ -320,6 +395,8 @@ class AsyncAdminCalls(UnaryClient):
             strict_parameters=strict_parameters,
             group=group,
             role=role,
+            service_account=service_account,
+            own=own,
         )
         response = await self._call(self._stub.CreateApiKey, request, idempotent=False)
         return wire.read(CreatedApiKey, response)
@@ -934,6 +1011,131 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.EraseEndUser, request)
         return wire.read(ErasedEndUser, response)
 
+    async def create_token_issuer(
+        self,
+        organization: str,
+        issuer: str,
+        audience: str,
+        projects: Sequence[str],
+        *,
+        algorithms: Sequence[str] = (),
+        keys_url: str = "",
+        keys: str = "",
+        leeway: timedelta | None = None,
+        lifetime_max: timedelta | None = None,
+        token_type: str = "",
+        requires_id: bool = False,
+        project_claim: str = "",
+        end_user_claim: str = "",
+        models_claim: str = "",
+        max_output_tokens_claim: str = "",
+        label_claims: Sequence[str] = (),
+        models: Sequence[str] = (),
+        max_input_tokens: int | None = None,
+        max_output_tokens: int | None = None,
+        allowed_networks: Sequence[str] = (),
+        group: str = "",
+        request_id: str | None = None,
+    ) -> TokenIssuer:
+        """Trusts an issuer: its tokens authenticate callers of an organization from now on.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `issuer`: URL of the issuer, exactly as in the claim `iss`. Https, on a public address,
+            unless the operator allows others. AlreadyExists if an issuer is trusted for the
+            audience.
+        `audience`: Audience that must be in the claim `aud`. 1 to 255 characters.
+        `projects`: The project of the organization, by name or id. With a `project_claim`: up to
+            50, each after the value of the claim, such as "team-7=search".
+        `algorithms`: Accepted algorithms, such as "ES256". Empty: all asymmetric ones. Unknown or
+            symmetric: InvalidRequest.
+        `keys_url`: URL of the issuer's public keys. Empty, without `keys`: its discovery document
+            has it.
+        `keys`: Public keys as a JSON Web Key Set. Empty: they are read from the issuer. Up to
+            65,536 characters. With `keys_url`: InvalidRequest.
+        `leeway`: By how much the clocks of issuer and service may differ. 0 to 300 s. Unset: 30 s.
+        `lifetime_max`: Longest life of a token, from `iat` to `exp`. 1 s to 24 hours. Unset: 1
+            hour.
+        `token_type`: Required header `typ`, such as "at+jwt". Empty: "JWT", "at+jwt" or none.
+        `requires_id`: True if tokens without `jti` are refused.
+        `project_claim`: Claim that chooses the project. Empty: there is one project.
+        `end_user_claim`: Claim that names the end user, such as "sub". Empty: requests name it.
+        `models_claim`: Claim with the allowed models, a list or a text with blanks. Empty: those of
+            the key.
+        `max_output_tokens_claim`: Claim with the output tokens per request. Empty: the key's limit.
+        `label_claims`: Claims that become labels of each request. At most 8.
+        `models`: Models of the bound keys. Empty: all.
+        `max_input_tokens`: Input tokens per request of the bound keys; 0: no limit.
+        `max_output_tokens`: Output tokens per request of the bound keys; 0: no limit.
+        `allowed_networks`: Networks that the tokens may be used from. Empty: all.
+        `group`: Group of the bound keys. Empty: none.
+        `request_id`: Idempotency key: see the service. Not a UUID: InvalidRequest.
+        """
+        request = wire.request(
+            tokens_pb2.CreateTokenIssuerRequest,
+            organization=organization,
+            issuer=issuer,
+            audience=audience,
+            projects=projects,
+            algorithms=algorithms,
+            keys_url=keys_url,
+            keys=keys,
+            leeway=leeway,
+            lifetime_max=lifetime_max,
+            token_type=token_type,
+            requires_id=requires_id,
+            project_claim=project_claim,
+            end_user_claim=end_user_claim,
+            models_claim=models_claim,
+            max_output_tokens_claim=max_output_tokens_claim,
+            label_claims=label_claims,
+            models=models,
+            max_input_tokens=max_input_tokens,
+            max_output_tokens=max_output_tokens,
+            allowed_networks=allowed_networks,
+            group=group,
+            request_id=request_id or str(uuid.uuid4()),
+        )
+        response = await self._call(self._stub.CreateTokenIssuer, request)
+        return wire.read(TokenIssuer, response.token_issuer)
+
+    async def delete_token_issuer(self, token_issuer: str, *, allow_missing: bool = False) -> bool:
+        """Trusts an issuer no more; requests with its tokens end in every process.
+
+        `token_issuer`: Id of the issuer. Unknown: NotFound.
+        `allow_missing`: Succeeds instead of NotFound.
+        """
+        request = wire.request(
+            tokens_pb2.DeleteTokenIssuerRequest,
+            token_issuer_id=token_issuer,
+            allow_missing=allow_missing,
+        )
+        response = await self._call(self._stub.DeleteTokenIssuer, request)
+        return response.deleted
+
+    async def list_token_issuers(self, organization: str = "") -> list[TokenIssuer]:
+        """Lists trusted issuers.
+
+        `organization`: Name or id of an organization; empty: all. Unknown: NotFound.
+        """
+        request = wire.request(tokens_pb2.ListTokenIssuersRequest, organization=organization)
+        response = await self._call(self._stub.ListTokenIssuers, request)
+        return [wire.read(TokenIssuer, each) for each in response.token_issuers]
+
+    async def revoke_tokens(self, token_issuer: str, claim: str, value: str) -> datetime | None:
+        """Revokes a token, or all of a session or subject; their requests end in every process.
+        Idempotent.
+
+        `token_issuer`: Id of the issuer. Unknown: NotFound.
+        `claim`: The claim that names the tokens: "jti" for one token, "sid" for those of a session,
+            "sub" for those of a subject that were issued until now.
+        `value`: Its value: 1 to 255 characters.
+        """
+        request = wire.request(
+            tokens_pb2.RevokeTokensRequest, token_issuer_id=token_issuer, claim=claim, value=value
+        )
+        response = await self._call(self._stub.RevokeTokens, request)
+        return wire.read(datetime | None, response.expire_time)
+
     async def get_fleet(self, number: int = 0) -> ServedFleet:
         """Returns a version of the fleet, and the version that each process serves.
 
@@ -997,6 +1199,211 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.ListFleetVersions, request)
         return [wire.read(FleetVersion, each) for each in response.versions]
 
+    async def invite_member(
+        self,
+        organization: str,
+        email: str,
+        role: str,
+        *,
+        project: str = "",
+        lifetime: timedelta | None = None,
+        request_id: str | None = None,
+    ) -> CreatedInvitation:
+        """Invites a person to an organization, with a token that works once. The token is returned
+        only in this response; nothing is sent.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `email`: E-mail address. A member, or an address with a pending invitation: AlreadyExists.
+        `role`: "owner", "admin", "developer", "finance" or "viewer"; or "operator", of the whole
+            service. A role that the caller does not have: PermissionDenied with the reason
+            ROLE_EXCEEDED.
+        `project`: Name or id of the project of the member. Empty: the oldest project.
+        `lifetime`: Lifetime of the token, at most 30 days. Unset: 7 days.
+        `request_id`: Idempotency key: see the service. Not a UUID: InvalidRequest.
+        """
+        request = wire.request(
+            members_pb2.InviteMemberRequest,
+            organization=organization,
+            email=email,
+            role=role,
+            project=project,
+            lifetime=lifetime,
+            request_id=request_id,
+        )
+        response = await self._call(self._stub.InviteMember, request, idempotent=False)
+        return wire.read(CreatedInvitation, response)
+
+    async def resend_invitation(
+        self, invitation_id: str, *, lifetime: timedelta | None = None
+    ) -> ResentInvitation:
+        """Gives an invitation a new token and a new end. The former token is refused from now on.
+
+        `invitation_id`: Id of the invitation. Unknown, accepted or revoked: NotFound.
+        `lifetime`: Lifetime of the new token, at most 30 days. Unset: 7 days.
+        """
+        request = wire.request(
+            members_pb2.ResendInvitationRequest, invitation_id=invitation_id, lifetime=lifetime
+        )
+        response = await self._call(self._stub.ResendInvitation, request, idempotent=False)
+        return wire.read(ResentInvitation, response)
+
+    async def revoke_invitation(self, invitation_id: str, *, allow_missing: bool = False) -> bool:
+        """Revokes an invitation: its token is refused from now on. NotFound if there is none.
+
+        `invitation_id`: Id of the invitation. Unknown, accepted or revoked: NotFound.
+        `allow_missing`: Succeeds instead of NotFound if there is no such invitation.
+        """
+        request = wire.request(
+            members_pb2.RevokeInvitationRequest,
+            invitation_id=invitation_id,
+            allow_missing=allow_missing,
+        )
+        response = await self._call(self._stub.RevokeInvitation, request)
+        return response.revoked
+
+    async def accept_invitation(
+        self, display_name: str = "", *, create_key: bool = False
+    ) -> AcceptedInvitation:
+        """Makes the caller a member. The bearer token of the call is that of the invitation:
+        unknown, used, revoked or expired, UNAUTHENTICATED with the reason INVITATION_INVALID.
+
+        `display_name`: Name of the person, at most 100 characters. Empty: the part of the address
+            before the "@". The name of a member of another organization stays.
+        `create_key`: Also creates a key with a secret, of the same role, which belongs to the
+            person.
+        """
+        request = wire.request(
+            members_pb2.AcceptInvitationRequest, display_name=display_name, create_key=create_key
+        )
+        response = await self._call(self._stub.AcceptInvitation, request, idempotent=False)
+        return wire.read(AcceptedInvitation, response)
+
+    async def update_member(self, organization: str, member: str, role: str) -> Member:
+        """Gives a member another role, at once on every server. Idempotent.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `member`: The member, by e-mail address or id of the person. Unknown: NotFound.
+        `role`: The new role: see `Member.role`. More than the caller has: PermissionDenied with the
+            reason ROLE_EXCEEDED. Another one than owner for the last owner: FailedPrecondition,
+            LAST_OWNER.
+        """
+        request = wire.request(
+            members_pb2.UpdateMemberRequest, organization=organization, member=member, role=role
+        )
+        response = await self._call(self._stub.UpdateMember, request)
+        return wire.read(Member, response.member)
+
+    async def remove_member(
+        self, organization: str, member: str, *, revoke_keys: bool | None = None
+    ) -> RemovedMember:
+        """Removes a member, and revokes the keys that belong to the person. NotFound if there is
+        none.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `member`: The member, by e-mail address or id of the person. Unknown: NotFound. The last
+            owner: FailedPrecondition, LAST_OWNER.
+        `revoke_keys`: Whether to revoke the active keys that the person created for others than
+            itself. Unset while there are any: InvalidRequest, which lists them. The person's own
+            keys are always revoked.
+        """
+        request = wire.request(
+            members_pb2.RemoveMemberRequest,
+            organization=organization,
+            member=member,
+            revoke_keys=revoke_keys,
+        )
+        response = await self._call(self._stub.RemoveMember, request)
+        return wire.read(RemovedMember, response)
+
+    async def create_service_account(
+        self, organization: str, name: str, *, role: str = "", request_id: str | None = None
+    ) -> ServiceAccount:
+        """Creates a service account: an owner of keys that no person's leave ends.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `name`: Name, 1 to 100 characters. Taken: AlreadyExists.
+        `role`: Role of its keys: see `ApiKey.role`. Empty: its keys are for models. More than the
+            caller has: PermissionDenied, ROLE_EXCEEDED.
+        `request_id`: Idempotency key: see the service. Not a UUID: InvalidRequest.
+        """
+        request = wire.request(
+            members_pb2.CreateServiceAccountRequest,
+            organization=organization,
+            name=name,
+            role=role,
+            request_id=request_id or str(uuid.uuid4()),
+        )
+        response = await self._call(self._stub.CreateServiceAccount, request)
+        return wire.read(ServiceAccount, response.service_account)
+
+    async def update_service_account(
+        self, organization: str, service_account: str, role: str
+    ) -> ServiceAccount:
+        """Gives a service account, and its keys, another role. Idempotent.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `service_account`: The service account, by name or id. Unknown: NotFound.
+        `role`: The new role: see `ServiceAccount.role`.
+        """
+        request = wire.request(
+            members_pb2.UpdateServiceAccountRequest,
+            organization=organization,
+            service_account=service_account,
+            role=role,
+        )
+        response = await self._call(self._stub.UpdateServiceAccount, request)
+        return wire.read(ServiceAccount, response.service_account)
+
+    async def delete_service_account(
+        self, organization: str, service_account: str, *, allow_missing: bool = False
+    ) -> bool:
+        """Deletes a service account and revokes its keys. NotFound if there is none.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `service_account`: The service account, by name or id. Unknown: NotFound.
+        `allow_missing`: Succeeds instead of NotFound if there is no such service account.
+        """
+        request = wire.request(
+            members_pb2.DeleteServiceAccountRequest,
+            organization=organization,
+            service_account=service_account,
+            allow_missing=allow_missing,
+        )
+        response = await self._call(self._stub.DeleteServiceAccount, request)
+        return response.deleted
+
+    async def update_person(self, person: str, display_name: str) -> Person:
+        """Changes the name of a person. Idempotent.
+
+        `person`: The person, by e-mail address or id. Unknown: NotFound.
+        `display_name`: New name, 1 to 100 characters.
+        """
+        request = wire.request(
+            members_pb2.UpdatePersonRequest, person=person, display_name=display_name
+        )
+        response = await self._call(self._stub.UpdatePerson, request)
+        return wire.read(Person, response.person)
+
+    async def deactivate_person(self, person: str) -> Person:
+        """Refuses all keys of a person in every organization from now on, and ends its running
+        requests. Keys of service accounts go on. Idempotent.
+
+        `person`: The person, by e-mail address or id. Unknown: NotFound. The last owner of an
+            organization: FailedPrecondition, LAST_OWNER.
+        """
+        request = wire.request(members_pb2.DeactivatePersonRequest, person=person)
+        response = await self._call(self._stub.DeactivatePerson, request)
+        return wire.read(Person, response.person)
+
+    async def reactivate_person(self, person: str) -> Person:
+        """Accepts the keys of a deactivated person again, as they were. Idempotent.
+
+        `person`: The person, by e-mail address or id. Unknown: NotFound.
+        """
+        request = wire.request(members_pb2.ReactivatePersonRequest, person=person)
+        response = await self._call(self._stub.ReactivatePerson, request)
+        return wire.read(Person, response.person)
+
 
 class BlockingAdminCalls(BlockingUnaryClient):
     """Blocking twins of `AsyncAdminCalls`."""
@@ -1005,6 +1412,7 @@ class BlockingAdminCalls(BlockingUnaryClient):
     update_organization = blocking(AsyncAdminCalls.update_organization)
     suspend_organization = blocking(AsyncAdminCalls.suspend_organization)
     resume_organization = blocking(AsyncAdminCalls.resume_organization)
+    close_organization = blocking(AsyncAdminCalls.close_organization)
     list_organizations = blocking(AsyncAdminCalls.list_organizations)
     set_billing_profile = blocking(AsyncAdminCalls.set_billing_profile)
     set_queue_weight = blocking(AsyncAdminCalls.set_queue_weight)
@@ -1012,6 +1420,7 @@ class BlockingAdminCalls(BlockingUnaryClient):
     update_project = blocking(AsyncAdminCalls.update_project)
     suspend_project = blocking(AsyncAdminCalls.suspend_project)
     resume_project = blocking(AsyncAdminCalls.resume_project)
+    close_project = blocking(AsyncAdminCalls.close_project)
     list_projects = blocking(AsyncAdminCalls.list_projects)
     create_api_key = blocking(AsyncAdminCalls.create_api_key)
     rotate_api_key = blocking(AsyncAdminCalls.rotate_api_key)
@@ -1041,9 +1450,25 @@ class BlockingAdminCalls(BlockingUnaryClient):
     delete_alert_webhook = blocking(AsyncAdminCalls.delete_alert_webhook)
     test_alert_webhook = blocking(AsyncAdminCalls.test_alert_webhook)
     erase_end_user = blocking(AsyncAdminCalls.erase_end_user)
+    create_token_issuer = blocking(AsyncAdminCalls.create_token_issuer)
+    delete_token_issuer = blocking(AsyncAdminCalls.delete_token_issuer)
+    list_token_issuers = blocking(AsyncAdminCalls.list_token_issuers)
+    revoke_tokens = blocking(AsyncAdminCalls.revoke_tokens)
     get_fleet = blocking(AsyncAdminCalls.get_fleet)
     apply_fleet = blocking(AsyncAdminCalls.apply_fleet)
     list_fleet_versions = blocking(AsyncAdminCalls.list_fleet_versions)
+    invite_member = blocking(AsyncAdminCalls.invite_member)
+    resend_invitation = blocking(AsyncAdminCalls.resend_invitation)
+    revoke_invitation = blocking(AsyncAdminCalls.revoke_invitation)
+    accept_invitation = blocking(AsyncAdminCalls.accept_invitation)
+    update_member = blocking(AsyncAdminCalls.update_member)
+    remove_member = blocking(AsyncAdminCalls.remove_member)
+    create_service_account = blocking(AsyncAdminCalls.create_service_account)
+    update_service_account = blocking(AsyncAdminCalls.update_service_account)
+    delete_service_account = blocking(AsyncAdminCalls.delete_service_account)
+    update_person = blocking(AsyncAdminCalls.update_person)
+    deactivate_person = blocking(AsyncAdminCalls.deactivate_person)
+    reactivate_person = blocking(AsyncAdminCalls.reactivate_person)
 
 
 class AsyncBillingCalls(UnaryClient):

@@ -6,19 +6,21 @@ Generated from the contract by `infra/generate_sdk.py`: run `make proto` instead
 from __future__ import annotations
 
 VALUES = """
-Adjustment AdjustmentState Alert AlertDelivery AlertDeliveryState AlertInvoice AlertKey AlertWebhook
-ApiKey AppliedConfiguration AppliedFleet AppliedPrice AuditEntry BillingProfile ChangeAction
-ClosedMonth ConfigurationChange ConfigurationViolation CreatedAlertWebhook CreatedApiKey
+AcceptedInvitation Adjustment AdjustmentState Alert AlertDelivery AlertDeliveryState AlertInvoice
+AlertKey AlertWebhook ApiKey AppliedConfiguration AppliedFleet AppliedPrice AuditEntry
+BillingProfile ChangeAction ClosedMonth ClosedOrganization ClosedProject Closure ClosureEffects
+ConfigurationChange ConfigurationViolation CreatedAlertWebhook CreatedApiKey CreatedInvitation
 CreditBalance CreditGrant CreditNoteSummary DocumentFormat DrainedReplica EndUser EndUserLimits
 EndUserState ErasedEndUser FieldChange FinishReason FleetChange FleetProcess FleetVersion
-FleetViolation Generation GenerationState Invoice InvoiceLine InvoicePayment KeyChange
-KeyRestrictions KillResult KilledRequest LiveOrganization LiveRequest LiveView Model ModelTask
-ModelVersion Month MonthCharge MonthExportFormat MonthReport MonthReportLine MonthState
-MonthVerification Obstacle Organization PaymentState Plan PlanAssignment PlanList PrepaidCredit
-Price PriceList PriceVersion Project QuotaDimension QuotaStatus QuotaSubject Quote Reconciliation
-RecordedRequest RefusedField Replica ReplicaDrain ReplicaList ReplicaRental ReplicaState
-RequestCounts RequestPhase ResalePrice ResaleStatement ResaleStatementFormat ResaleStatementLine
-RotatedApiKey ServedFleet SimulatedCustomer Stage Suspension Timings TokenKind TokenLogprob
-TokenLogprobs UndrainedReplica Usage UsageForecast UsageGrouping UsagePage UsageReport UsageRow
+FleetViolation Generation GenerationState Invitation Invoice InvoiceLine InvoicePayment KeyChange
+KeyRestrictions KillResult KilledRequest LiveOrganization LiveRequest LiveView Member Model
+ModelTask ModelVersion Month MonthCharge MonthExportFormat MonthReport MonthReportLine MonthState
+MonthVerification Obstacle Organization PaymentState Person Plan PlanAssignment PlanList
+PrepaidCredit Price PriceList PriceVersion Project QuotaDimension QuotaStatus QuotaSubject Quote
+Reconciliation RecordedRequest RefusedField RemainingCredit RemovedMember Replica ReplicaDrain
+ReplicaList ReplicaRental ReplicaState RequestCounts RequestPhase ResalePrice ResaleStatement
+ResaleStatementFormat ResaleStatementLine ResentInvitation RotatedApiKey ServedFleet ServiceAccount
+SimulatedCustomer Stage Suspension Timings TokenIssuer TokenKind TokenLogprob TokenLogprobs
+TokenProject UndrainedReplica Usage UsageForecast UsageGrouping UsagePage UsageReport UsageRow
 UsageShare
 """

@@ -247,13 +247,19 @@ class AuditEntry(Value):
     after_json: str = ""
     """The object after, as JSON; empty if it was removed."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Display names of the organizations, projects, keys, end users and labels that the entry
-    refers to, by id, as they are now. An erased end user has none."""
+    """Display names of the organizations, projects, keys, persons, service accounts, end users and
+    labels that the entry refers to, by id, as they are now. An erased end user has none."""
     actor_role: str = ""
     """Role of the key that made the change: "operator", "owner", "admin", "developer", "finance",
     "viewer" or "billing". Empty: `actor` is not a key, or the entry is older than roles."""
     actor_organization_id: str = ""
     """Id of the organization of that key. Empty with `actor_role`."""
+    actor_person_id: str = ""
+    """Id of the person whom that key belongs to. `names` has the name of the person, unless it is
+    the operator's. Empty: no person."""
+    actor_address: str = ""
+    """Network address that the change came from. Empty: it was not a call, or came by a local
+    socket."""
 
 
 class EndUserState(StrEnum):
@@ -669,6 +675,30 @@ class UsagePage(Value):
 
 
 @dataclass(frozen=True, slots=True)
+class Invitation(Value):
+    """An invitation that is neither accepted nor revoked, without its token."""
+
+    invitation_id: str = ""
+    """Server-generated UUID."""
+    organization_id: str = ""
+    """UUID of the organization."""
+    organization_name: str = ""
+    """Name of the organization."""
+    project_id: str = ""
+    """UUID of the project of the future member."""
+    project_name: str = ""
+    """Name of that project."""
+    email: str = ""
+    """E-mail address of the person, in lower case."""
+    role: str = ""
+    """Role of the future member: see `Member.role`."""
+    create_time: datetime | None = None
+    """Time of the invitation."""
+    expire_time: datetime | None = None
+    """The token is refused from then on."""
+
+
+@dataclass(frozen=True, slots=True)
 class InvoiceLine(Value):
     """A line of an invoice."""
 
@@ -924,6 +954,39 @@ class Model(Value):
     each is 2147483647 in `token_ids`, and `update.max_output_tokens` cannot be raised."""
 
 
+@dataclass(frozen=True, slots=True)
+class Member(Value):
+    """A member: a person with a role in an organization."""
+
+    membership_id: str = ""
+    """Server-generated UUID of the membership."""
+    person_id: str = ""
+    """UUID of the person."""
+    email: str = ""
+    """E-mail address of the person."""
+    display_name: str = ""
+    """Name to show of the person."""
+    organization_id: str = ""
+    """UUID of the organization."""
+    organization_name: str = ""
+    """Name of the organization."""
+    project_id: str = ""
+    """UUID of the project that the member's own usage counts as; a developer has access to no
+    other."""
+    project_name: str = ""
+    """Name of that project."""
+    role: str = ""
+    """"owner", "admin", "developer", "finance" or "viewer"; or "operator", of the whole service."""
+    api_key_id: str = ""
+    """UUID of the bound key that acts for the member."""
+    key_prefix: str = ""
+    """Prefix of that key, which the audit log names as the author of changes."""
+    create_time: datetime | None = None
+    """Time at which the invitation was accepted."""
+    deactivate_time: datetime | None = None
+    """Time since when all keys of the person are refused. Unset: active."""
+
+
 class MonthExportFormat(StrEnum):
     """File format of a month."""
 
@@ -1161,6 +1224,42 @@ class SimulatedCustomer(Value):
 
 
 @dataclass(frozen=True, slots=True)
+class Person(Value):
+    """A person, whichever organizations it is a member of."""
+
+    person_id: str = ""
+    """Server-generated UUID."""
+    email: str = ""
+    """E-mail address, in lower case. Unique in the service."""
+    display_name: str = ""
+    """Name to show."""
+    create_time: datetime | None = None
+    """Time of the first invitation that the person accepted."""
+    deactivate_time: datetime | None = None
+    """Time since when all keys of the person are refused. Unset: active."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceAccount(Value):
+    """A program of an organization that owns keys."""
+
+    service_account_id: str = ""
+    """Server-generated UUID."""
+    organization_id: str = ""
+    """UUID of the organization."""
+    organization_name: str = ""
+    """Name of the organization."""
+    name: str = ""
+    """Name, unique among the organization's service accounts."""
+    role: str = ""
+    """Role of its keys: see `ApiKey.role`. Empty: its keys are for models."""
+    create_time: datetime | None = None
+    """Time of creation."""
+    key_count: int = 0
+    """Number of its keys that are not revoked."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprob(Value):
     """A token and its log-probability."""
 
@@ -1248,6 +1347,38 @@ class Suspension(Value):
     """False: the organization suspended its own project, and can resume it."""
 
 
+class RemainingCredit(StrEnum):
+    """Choice for the prepaid credit that the final month of a closed organization leaves."""
+
+    UNSPECIFIED = "unspecified"
+    """Not set, or not known to this client."""
+    REFUND = "refund"
+    """The close of the final month posts it as owed to the customer, to be paid outside of Weir."""
+    EXPIRE = "expire"
+    """The close of the final month posts it as forfeited."""
+    KEEP = "keep"
+    """It stays until its grants end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closure(Value):
+    """Closing of an organization or project: nothing opens it again."""
+
+    reason: str = ""
+    """The reason that was given."""
+    close_time: datetime | None = None
+    """Time of the closing."""
+    by_operator: bool = False
+    """False: the organization closed its own project."""
+    remaining_credit: RemainingCredit = RemainingCredit.UNSPECIFIED
+    """What happens to the credit that the final month leaves; UNSPECIFIED for a project, and if
+    none remained."""
+    final_month: str = ""
+    """The last month with requests, as YYYY-MM."""
+    is_final_month_closed: bool = False
+    """Whether the final month of the organization is closed, with its invoice."""
+
+
 @dataclass(frozen=True, slots=True)
 class Organization(Value):
     """A customer: it owns projects, keys and limits, and gets one bill a month."""
@@ -1266,7 +1397,46 @@ class Organization(Value):
     """How much it counts in the fair queue, in thousandths: under load, twice the weight is twice
     the service. 1000 if it was never set."""
     suspension: Suspension | None = None
-    """Why its requests are refused. Unset: they are not."""
+    """Why its requests are refused. Unset: they are not, or it is closed."""
+    closure: Closure | None = None
+    """When and why it was closed for good. Unset: it is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosureEffects(Value):
+    """Objects that a closing changes, or that remain to be done, as they are at present."""
+
+    running_request_count: int = 0
+    """Requests that run now: they end, and are billed what was delivered."""
+    active_key_count: int = 0
+    """Keys that work: they are revoked."""
+    limit_count: int = 0
+    """Limits, which have nothing to limit any more."""
+    overridden_limit_count: int = 0
+    """Limits that are changed for a time."""
+    open_project_count: int = 0
+    """Projects of the organization that are not closed."""
+    open_rental_count: int = 0
+    """Rentals of replicas that have not ended: they end, and are on the statement up to the
+    second."""
+    has_webhook: bool = False
+    """Whether a webhook stays for the alerts of the final invoice."""
+    open_months: tuple[str, ...] = ()
+    """Months with content that are not closed yet, as YYYY-MM, with the present one."""
+    unbilled: Money | None = None
+    """Usage and other charges of open months."""
+    remaining_credit: Money | None = None
+    """Prepaid credit that closed months have left."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedOrganization(Value):
+    """The organization."""
+
+    organization: Organization
+    """With its closure, unless the request was `validate_only`."""
+    effects: ClosureEffects
+    """What the closing changed, or would change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1283,7 +1453,20 @@ class Project(Value):
     """Time of creation."""
     suspension: Suspension | None = None
     """Why the requests of its keys are refused. Unset: they are not, unless the organization is
-    suspended."""
+    suspended or one of both closed."""
+    closure: Closure | None = None
+    """When and why it was closed for good. Unset: it is open, unless its organization is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedProject(Value):
+    """The project."""
+
+    project: Project
+    """With its closure, unless the request was `validate_only`."""
+    effects: ClosureEffects
+    """What the closing changed, or would change. Of the organization, only the keys, requests and
+    limits of the project count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1344,8 +1527,8 @@ class ApiKey(Value):
     """Role of the key in its organization: "owner", "admin", "developer", "finance" or "viewer". It
     permits calls beside those of the scopes. Empty: none."""
     is_bound: bool = False
-    """True for a key without a secret: it acts for a member who has signed in, or for callers whose
-    tokens are trusted. No secret authenticates it, and it cannot be rotated."""
+    """True for a key without a secret: it acts for a signed-in member, or for callers whose tokens
+    are trusted. No secret authenticates it, and it cannot be rotated."""
     person_id: str = ""
     """The person whom the key belongs to. It ends with the person's membership. Empty: none."""
     service_account_id: str = ""
@@ -1469,16 +1652,18 @@ class CreditGrant(Value):
     """Expired amount."""
     remaining: Money
     """Remaining amount, counting closed months."""
-    first_month: str = ""
+    first_month: str
     """First month that it covers, as YYYY-MM."""
-    last_month: str = ""
+    last_month: str
     """Last month that it covers. The rest expires at its close."""
-    reason: str = ""
+    reason: str
     """Reason."""
-    granted_by: str = ""
+    granted_by: str
     """Author of the grant: the prefix of the API key."""
-    create_time: datetime | None = None
+    create_time: datetime | None
     """Time of the grant."""
+    refunded: Money
+    """Amount owed to the customer since its organization was closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1948,6 +2133,106 @@ class ErasedEndUser(Value):
     """Number of requests from which labels with this value were removed."""
 
 
+@dataclass(frozen=True, slots=True)
+class CreatedInvitation(Value):
+    """The invitation with its token, which no later call returns."""
+
+    invitation: Invitation
+    """The invitation."""
+    token: str = ""
+    """The token to hand to the person. It is returned only once: empty if the call was repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResentInvitation(Value):
+    """The invitation with its new token."""
+
+    invitation: Invitation
+    """The invitation after the change."""
+    token: str = ""
+    """The new token. The former one is refused from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedInvitation(Value):
+    """The new member."""
+
+    member: Member
+    """The membership."""
+    secret: str = field(default="", repr=False)
+    """The secret of the new key, with `create_key`. No later call returns it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedMember(Value):
+    """The member is removed."""
+
+    revoked_keys: tuple[str, ...] = ()
+    """Prefixes of the keys that were revoked."""
+    kept_keys: tuple[str, ...] = ()
+    """Prefixes of the keys that the person created and that stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenProject(Value):
+    """A project whose bound key acts for tokens with a value of the project claim."""
+
+    claim_value: str = ""
+    """Value of the claim. Empty without a project claim."""
+    project_name: str = ""
+    """Name of the project."""
+    api_key_id: str = ""
+    """Id of the bound key. Its terms are changed with UpdateApiKey."""
+    prefix: str = ""
+    """Its prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIssuer(Value):
+    """An issuer whose tokens for one audience authenticate callers of one organization. A bound key
+    acts for them: its limits, usage and bills are theirs. Claims only narrow what the key may do; a
+    claim that is named here must be in each token."""
+
+    token_issuer_id: str = ""
+    """Id, generated by the service."""
+    organization_id: str = ""
+    """The organization."""
+    organization_name: str = ""
+    """Its name."""
+    issuer: str = ""
+    """URL of the issuer, exactly as in the claim `iss`."""
+    audience: str = ""
+    """Audience that must be in the claim `aud`."""
+    algorithms: tuple[str, ...] = ()
+    """Accepted algorithms, such as "ES256". Empty: all asymmetric ones."""
+    keys_url: str = ""
+    """URL of the issuer's public keys. Empty, without `keys`: its discovery document has it."""
+    keys: str = ""
+    """Public keys as a JSON Web Key Set. Empty: they are read from the issuer."""
+    leeway_s: float | None = None
+    """By how much the clocks of issuer and service may differ."""
+    lifetime_max_s: float | None = None
+    """Longest life of a token, from `iat` to `exp`."""
+    token_type: str = ""
+    """Required header `typ`, such as "at+jwt". Empty: "JWT", "at+jwt" or none."""
+    requires_id: bool = False
+    """True if tokens without `jti` are refused."""
+    project_claim: str = ""
+    """Claim that chooses the project. Empty: there is one project."""
+    end_user_claim: str = ""
+    """Claim that names the end user, such as "sub". Empty: requests name it."""
+    models_claim: str = ""
+    """Claim with the allowed models, a list or a text with blanks. Empty: those of the key."""
+    max_output_tokens_claim: str = ""
+    """Claim with the output tokens per request. Empty: the key's limit."""
+    label_claims: tuple[str, ...] = ()
+    """Claims that become labels of each request."""
+    projects: tuple[TokenProject, ...] = ()
+    """The projects with their bound keys."""
+    create_time: datetime | None = None
+    """When it was trusted."""
+
+
 class TokenKind(StrEnum):
     """Kind of a token, each of which has its own price."""
 
@@ -2068,6 +2353,8 @@ class PrepaidCredit(Value):
     """Credit that expired unused at the end of the month."""
     remaining: Money
     """Credit left after the charges and the expiry of the month."""
+    refunded: Money
+    """Credit that the final month of a closed organization left, to be paid back."""
 
 
 @dataclass(frozen=True, slots=True)
