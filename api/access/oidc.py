@@ -84,15 +84,20 @@ class Flow:
     def of_cookie(cls, value: str) -> Flow:
         """Parse a cookie of `cookie`. Raises: SignInFailed."""
         try:
-            flow = cls(**parse_object(urlsafe_b64decode(value[:VALUE_CHARS_MAX])))
-            texts = (flow.provider, flow.route, flow.state, flow.nonce, flow.verifier)
-            is_whole = all(isinstance(each, str) and each for each in texts)
-            is_recent = 0 <= time.time() - flow.begun_at < FLOW_S
-        except (ValueError, TypeError):
-            is_whole = is_recent = False
-        if not (is_whole and is_recent):
+            found = parse_object(urlsafe_b64decode(value[:VALUE_CHARS_MAX]))
+        except ValueError:
+            found = {}
+        names = ("provider", "route", "state", "nonce", "verifier")
+        provider, route, state, nonce, verifier = (
+            each if isinstance(each, str) else "" for each in map(found.get, names)
+        )
+        begun_at = found.get("begun_at")
+        if (
+            not (provider and state and nonce and verifier and isinstance(begun_at, int))
+            or not 0 <= time.time() - begun_at < FLOW_S
+        ):
             raise SignInFailed(EXPIRED, "the browser has no cookie of a sign-in that has begun")
-        return flow
+        return cls(provider, route, state, nonce, verifier, begun_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,7 @@ class _Endpoints:
 
 
 class OpenIdClient:
-    """Client of all providers. `run` reads their keys in the background."""
+    """Client of all providers. `keys.run` reads their keys in the background."""
 
     def __init__(self, redirect_uri: str) -> None:
         """`redirect_uri` is the address of this server to which providers send browsers back."""
@@ -133,10 +138,6 @@ class OpenIdClient:
         self._verifier = TokenVerifier(self.keys)
         self._endpoints: dict[str, _Endpoints] = {}
         self._exchanges = asyncio.Semaphore(EXCHANGES_AT_ONCE)
-
-    async def run(self) -> None:
-        """Read keys of providers that are wanted, until cancelled."""
-        await self.keys.run()
 
     async def address(self, provider: Provider, flow: Flow) -> str:
         """Return the address at the provider where a sign-in continues. Raises: SignInFailed."""

@@ -1,4 +1,4 @@
-"""Sign-in of persons to the console: by a provider, a link or an invitation; and the session cookie.
+"""Sign-in of persons to the console, by a provider, a link or an invitation, and their sessions.
 
 A session is a cookie that no page can read. A call with it also needs the header `weir-csrf`, whose
 value only a page of this origin can learn: browsers send cookies with requests of other sites too.
@@ -33,9 +33,11 @@ from api.openai.listener import peer_of, read_body
 from metering.core.errors import InvalidValue, TokenInvalid
 from metering.store.db import Sessions
 from metering.tenants.invitations import accept_invitation
+from metering.tenants.members import memberships_of
 from metering.tenants.networks import Address
 from metering.tenants.sign_in import (
     SESSION_FORM,
+    Refusal,
     SessionTerms,
     SignedIn,
     SignInRefused,
@@ -140,18 +142,22 @@ class SignIn:
             proof = await self.client.finish(provider, flow, request.query)
             async with self._sessions.begin() as session:
                 person = await identify(session, proof.identity, provider.rules)
-                secret = await begin_session(
-                    session,
-                    person.id,
-                    provider.terms,
-                    provider=provider.name,
-                    provider_session=proof.session_id,
-                    address=self._address_text(request),
-                )
+                secret = ""
+                if await memberships_of(session, person.id):
+                    secret = await begin_session(
+                        session,
+                        person.id,
+                        provider.terms,
+                        provider=provider.name,
+                        provider_session=proof.session_id,
+                        address=self._address_text(request),
+                    )
+            if not secret:  # after the commit of what the groups end
+                raise SignInRefused(Refusal.NOT_A_MEMBER)
         except SignInFailed as failed:
             return self._failed(provider_name, failed.reason, failed)
         except SignInRefused as refused:
-            return self._failed(provider_name, refused.reason.value, refused)
+            return self._failed(provider_name, refused.why, refused)
         route = flow.route if ROUTE.fullmatch(flow.route) else "/"
         response = found(f"{self._file.url}/#{route}")
         self._set_session(response, secret, provider.terms)

@@ -260,7 +260,10 @@ def hash_of_token(token: str) -> bytes:
 
 
 async def project_for_member(session: AsyncSession, owner: Organization, project: str) -> Project:
-    """Look up the project of a member's key, by default the oldest. Raises: NotFound, InvalidValue."""
+    """Look up the project of a member's key, by default the oldest.
+
+    Raises: NotFound, InvalidValue.
+    """
     if project:
         return await find_project(session, project, organization=str(owner.id))
     oldest = select(Project).where(Project.organization_id == owner.id)

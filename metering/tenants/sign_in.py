@@ -28,7 +28,6 @@ from metering.core.errors import (
     InvalidValue,
     KeyInvalid,
     LastOwner,
-    MeteringError,
     NotFound,
 )
 from metering.core.models import (
@@ -84,12 +83,12 @@ class Refusal(StrEnum):
     DEACTIVATED = "deactivated"
 
 
-class SignInRefused(MeteringError):
+class SignInRefused(Exception):
     """The identity is known and may not sign in."""
 
-    def __init__(self, reason: Refusal) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    def __init__(self, why: Refusal) -> None:
+        super().__init__(why)
+        self.why = why
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +149,7 @@ def hash_of(secret: str) -> bytes:
 async def identify(
     session: AsyncSession, identity: Identity, rules: Collection[GroupRule]
 ) -> Person:
-    """Return the person of an identity, with the memberships that its groups give.
+    """Return the person of an identity, with the memberships that its groups give; maybe none.
 
     A person who is known by e-mail address only gets the identity. An unknown one is created if a
     rule gives a membership. Raises: SignInRefused.
@@ -166,8 +165,6 @@ async def identify(
     if person.deactivated_at is not None:
         raise SignInRefused(Refusal.DEACTIVATED)
     await align_memberships(session, person, identity.provider, given)
-    if not await memberships_of(session, person.id):
-        raise SignInRefused(Refusal.NOT_A_MEMBER)
     return person
 
 
