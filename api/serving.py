@@ -137,6 +137,7 @@ class Server:
         self._spares = spares or SpareWorkers()
         self._opened = contextlib.AsyncExitStack()
         self.background: list[asyncio.Task[None]] = []
+        self.console_url = ""  # for persons, perhaps through a proxy
 
     async def run(self) -> None:
         """Open the process, serve until a signal, drain and close.
@@ -297,9 +298,11 @@ class Server:
         url = openai_url(listen, self.listener, tls)
         warn_of_open_metrics(listen)
         self.metrics = MetricsListener(listen.metrics_address(), listen.metrics_port_count)
+        local = f"{url.removesuffix('/v1')}{ROOT}/" if url and listen.console else ""
+        self.console_url = local and (providers.url or local)
         urls = {
             "openai_url": url,
-            "console_url": f"{url.removesuffix('/v1')}{ROOT}/" if url and listen.console else "",
+            "console_url": local,
             "metrics_url": self.metrics.url,
         }
         with_tls = tls is not None
@@ -337,6 +340,7 @@ class Server:
             in_thread=self.registry.in_thread,
             private_webhooks=self.settings.private_webhooks,
             private_issuers=self.settings.access.private_issuers,
+            console_url=lambda: self.console_url,
         )
         is_hashed = self.settings.receipt_subjects == "hashed"
         receipts = HashedReceiptServicer if is_hashed else ReceiptServicer

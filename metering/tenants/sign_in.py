@@ -464,9 +464,10 @@ async def authenticate_session(session: AsyncSession, acting: str) -> Principal:
 
 
 async def create_link(
-    session: AsyncSession, person: Person, *, lifetime: timedelta = LINK_LIFETIME, actor: str
+    session: AsyncSession, person: Person, *, lifetime: timedelta | None = None, actor: str
 ) -> str:
     """Create a link that signs a person in, once. Returns its secret. Raises: InvalidValue."""
+    lifetime = LINK_LIFETIME if lifetime is None else lifetime
     if not timedelta(0) < lifetime <= LINK_LIFETIME_MAX:
         raise InvalidValue("lifetime", "must be more than zero and at most a day")
     if person.deactivated_at is not None:
@@ -488,6 +489,11 @@ async def create_link(
     )
     await session.execute(delete(SignInLink).where(SignInLink.expires_at < func.now()))
     return secret
+
+
+def link_url(console_url: str, secret: str) -> str:
+    """Return the address of a link. The secret is in the fragment, which no server is sent."""
+    return f"{console_url.rstrip('/')}/#/sign-in?link={secret}"
 
 
 async def use_link(session: AsyncSession, secret: str) -> uuid.UUID:
