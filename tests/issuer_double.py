@@ -118,7 +118,7 @@ class IssuerDouble:
 class ProviderDouble(IssuerDouble):
     """OpenID provider with the rules that OpenID Connect Core 1.0 and RFC 7636 have for a client.
 
-    `person` has the claims of whoever signs in. `in_userinfo` are those that only the endpoint for
+    `person` has the claims of the person that signs in. `in_userinfo` are those that only the endpoint for
     claims says. Each code works once, for its client, address and verifier.
     """
 
@@ -179,12 +179,12 @@ class ProviderDouble(IssuerDouble):
         client, _, secret = pair.partition(":")
         if (unquote(client), unquote(secret)) != (self.CLIENT, self.SECRET):
             return web.json_response({"error": "invalid_client"}, status=401)
-        asked = self._codes.pop(form.get("code", ""), {})
+        requested = self._codes.pop(form.get("code", ""), {})
         digest = sha256(form.get("code_verifier", "").encode()).digest()
         is_own = (
             form.get("grant_type") == "authorization_code"
-            and form.get("redirect_uri") == asked.get("redirect_uri")
-            and encoded(digest) == asked.get("code_challenge")
+            and form.get("redirect_uri") == requested.get("redirect_uri")
+            and encoded(digest) == requested.get("code_challenge")
         )
         if not is_own:
             return web.json_response({"error": "invalid_grant"}, status=400)
@@ -194,7 +194,7 @@ class ProviderDouble(IssuerDouble):
         own = {name: value for name, value in claims.items() if name not in self.in_userinfo}
         id_token = self.token(
             **(
-                {"aud": self.CLIENT, "nonce": asked["nonce"], "jti": None}
+                {"aud": self.CLIENT, "nonce": requested["nonce"], "jti": None}
                 | own
                 | self.token_changes
             )

@@ -39,7 +39,7 @@ LIFETIME_MAX_S = 24 * 3600  # of an ID token, which is used at once
 
 
 class SignInFailed(Exception):
-    """The answer of the browser or of the provider does not prove who somebody is.
+    """The answer of the browser or of the provider does not prove the caller's identity.
 
     `reason` is a word for the page; the text is for the log.
     """
@@ -102,7 +102,7 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Who signed in, and the provider's id of the session; empty if it named none."""
+    """Identity of a caller, and the provider's id of the session; empty if it named none."""
 
     identity: Identity
     session_id: str

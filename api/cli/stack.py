@@ -93,7 +93,7 @@ from metering.worker import READY_FILE, worker_command
 stderr = Console(stderr=True, highlight=False)
 
 ACTOR = "system"
-OPERATOR_EMAIL = "operator@localhost"  # of the person who runs `weir up`
+OPERATOR_EMAIL = "operator@localhost"  # of the user of `weir up`
 ORGANIZATION = "demo"
 PROJECT = "default"
 ADMIN_SCOPES = ("admin", "billing", "inference")
@@ -215,7 +215,7 @@ async def create_admin(
 async def sign_in_link(database_url: str, console_url: str) -> str:
     """Create a link that signs the operator of this machine in to the console, once.
 
-    The person is created at the first time. Whoever may read the home directory has the
+    The person is created at the first time. A user that may read the home directory has the
     administrator's key anyway.
     """
     async with open_sessions(database_url) as sessions, sessions.begin() as session:

@@ -200,7 +200,7 @@ class SignIn:
     # Calls, which the page makes
 
     async def use_link(self, request: web.BaseRequest, body: Mapping[str, Any]) -> web.Response:
-        """Let in whoever has a link. Raises: KeyInvalid, InvalidValue, AuthenticationThrottled."""
+        """Let in the caller with a link. Raises: KeyInvalid, InvalidValue, AuthenticationThrottled."""
         link = text_of(body, "secret")
         async with self._guarded(request), self._sessions.begin() as session:
             person_id = await use_link(session, link)
@@ -210,7 +210,7 @@ class SignIn:
         return self._begun(secret)
 
     async def accept(self, request: web.BaseRequest, body: Mapping[str, Any]) -> web.Response:
-        """Let in whoever accepts an invitation.
+        """Let in the caller with an invitation.
 
         Raises: InvitationInvalid, InvalidValue, AuthenticationThrottled.
         """

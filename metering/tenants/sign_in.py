@@ -64,7 +64,7 @@ LINK_FORM = re.compile(r"wl_[0-9A-Za-z_-]{43}", re.ASCII)
 # A session with the organization that a call acts in: the form that `Authenticator` takes.
 ACTING_FORM = re.compile(rf"({SESSION_FORM.pattern})@([0-9a-f-]{{36}})", re.ASCII)
 SESSIONS_MAX = 20  # of one person; a further one ends the oldest
-KEPT_FOR = timedelta(days=30)  # after the end of a session, to see in the list who was there
+KEPT_FOR = timedelta(days=30)  # after the end of a session
 LINK_LIFETIME, LINK_LIFETIME_MAX = timedelta(minutes=15), timedelta(days=1)
 TOUCHED_AFTER = timedelta(minutes=1)  # a use is noted at most that often
 SYSTEM = "system"
@@ -93,7 +93,7 @@ class SignInRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a provider says of a person. `email` is empty unless the provider verified it."""
+    """Statement of a provider about a person. `email` is empty unless the provider verified it."""
 
     provider: str
     issuer: str
@@ -151,7 +151,7 @@ async def identify(
 ) -> Person:
     """Return the person of an identity, with the memberships that its groups give; maybe none.
 
-    A person who is known by e-mail address only gets the identity. An unknown one is created if a
+    A person known by e-mail address only gets the identity. An unknown one is created if a
     rule gives a membership. Raises: SignInRefused.
     """
     given = [rule for rule in rules if rule.group in identity.groups]
@@ -178,7 +178,7 @@ async def _find_person(session: AsyncSession, identity: Identity) -> Person | No
     if person is None:
         return None
     if person.subject is not None:
-        # Perhaps another person, who was given the address of one that left.
+        # Perhaps another person, with the address of one that left.
         raise SignInRefused(Refusal.OTHER_IDENTITY)
     before = snapshot(person)
     bound = update(Person).where(Person.id == person.id)

@@ -123,7 +123,7 @@ class Site:
 
     @property
     def ann(self) -> dict[str, Any]:
-        """What the provider says of the person of this test."""
+        """Claims of the provider about the person of this test."""
         email = f"ann-{self.number}@example.com"
         return {"sub": f"ann-{self.number}", "email": email, "email_verified": True, "name": "Ann"}
 
@@ -151,7 +151,7 @@ class Site:
             return (await accept_invitation(session, token=token)).member.person_id
 
     async def entered(self, role: str = "admin") -> Browser:
-        """Return a browser of a member who has signed in."""
+        """Return a browser of a signed-in member."""
         await self.join(role)
         browser = self.browser()
         assert await browser.sign_in(self.double) == "/usage"
@@ -284,7 +284,7 @@ async def sign_out(site: Site, browser: Browser) -> None:
 
 
 async def logout_by_provider(site: Site, browser: Browser) -> None:
-    assert await tell_logout(site, browser, sub=None) == 200
+    assert await send_logout(site, browser, sub=None) == 200
 
 
 async def leave(site: Site, browser: Browser) -> None:
@@ -312,7 +312,7 @@ async def change_sessions(site: Site, change: str) -> None:
         await session.execute(text(f"UPDATE sign_in_sessions SET {change}"))
 
 
-async def tell_logout(site: Site, browser: Browser, **changes: Any) -> int:
+async def send_logout(site: Site, browser: Browser, **changes: Any) -> int:
     """Send a logout token of the provider, and return the status of the answer."""
     claims = {
         "aud": ProviderDouble.CLIENT,
@@ -351,7 +351,7 @@ async def test_a_session_that_ends_is_refused_at_once(site: Site, end: Ending) -
 )
 async def test_a_wrong_logout_token_ends_nothing(site: Site, changes: dict[str, Any]) -> None:
     browser = await site.entered()
-    await tell_logout(site, browser, **changes)
+    await send_logout(site, browser, **changes)
     assert (await browser.call("AdminService/ListApiKeys"))[0] == 200
 
 
