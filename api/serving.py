@@ -22,6 +22,7 @@ import structlog
 from api.access.auth import Authenticator
 from api.access.issuer_keys import IssuerKeys
 from api.access.issuers import TokenVerifier
+from api.access.providers import SignInFile, read_sign_in
 from api.access.servicer import Reports
 from api.access.throttle import SharedFailures
 from api.access.tls import Tls, open_tls
@@ -29,6 +30,7 @@ from api.access.token_callers import TokenCallers
 from api.admin.admin_service import AdminServicer
 from api.admin.billing_service import BillingServicer, HashedReceiptServicer, ReceiptServicer
 from api.console.console import ROOT, Console
+from api.console.sign_in import SignIn
 from api.core.addresses import Proxies, is_local
 from api.core.endpoint import NOT_STARTED, AddressUnavailable, Endpoint, local_url, make_private
 from api.core.errors import Draining
@@ -136,6 +138,7 @@ class Server:
         self._spares = spares or SpareWorkers()
         self._opened = contextlib.AsyncExitStack()
         self.background: list[asyncio.Task[None]] = []
+        self.console_url = ""  # for persons, perhaps through a proxy
 
     async def run(self) -> None:
         """Open the process, serve until a signal, drain and close.
@@ -288,6 +291,9 @@ class Server:
         self.server, port = build_server(settings, servicers, self.health, tls, calls, guard)
         self.keda = self._bind_keda()
         self.probes = Probes(self.health, self.observer.loop_lag.watch)
+        name = settings.access.sign_in_file
+        providers = read_sign_in(Path(name)) if name else SignInFile()
+        self.sign_in = SignIn(providers, self.admin_sessions, authenticator, tls=tls is not None)
         self.listener = Listener(
             self._http_handle(servicers), settings, tls, lambda: registry.is_draining
         )
@@ -295,9 +301,11 @@ class Server:
         url = openai_url(listen, self.listener, tls)
         warn_of_open_metrics(listen)
         self.metrics = MetricsListener(listen.metrics_address(), listen.metrics_port_count)
+        local = f"{url.removesuffix('/v1')}{ROOT}/" if url and listen.console else ""
+        self.console_url = local and (providers.url or local)
         urls = {
             "openai_url": url,
-            "console_url": f"{url.removesuffix('/v1')}{ROOT}/" if url and listen.console else "",
+            "console_url": local,
             "metrics_url": self.metrics.url,
         }
         with_tls = tls is not None
@@ -335,6 +343,7 @@ class Server:
             in_thread=self.registry.in_thread,
             private_webhooks=self.settings.private_webhooks,
             private_issuers=self.settings.access.private_issuers,
+            console_url=lambda: self.console_url,
         )
         is_hashed = self.settings.receipt_subjects == "hashed"
         receipts = HashedReceiptServicer if is_hashed else ReceiptServicer
@@ -353,6 +362,7 @@ class Server:
                 servicers,
                 self.authenticator,
                 handle,
+                sign_in=self.sign_in,
                 observer=self.observer,
                 stall_max_s=self.settings.delivery.stall_max_s,
             ).handle
@@ -396,6 +406,7 @@ class Server:
         self._keep_running("usage notices", self.notices.run)
         self._keep_running("key uses", self.uses.run)
         self._keep_running("issuer keys", self.issuer_keys.run)
+        self._keep_running("provider keys", self.sign_in.client.keys.run)
         self._keep_running("recovery", self.recover_regularly)
         self._keep_running("progress", self.registry.report_progress_regularly)
         self._keep_running("statistics log", partial(log_statistics_regularly, self.registry))

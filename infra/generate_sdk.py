@@ -239,6 +239,7 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "UpdatePerson": "person display_name",
         "DeactivatePerson": "person",
         "ReactivatePerson": "person",
+        "CreateSignInLink": "person",
     },
     "BillingService": {
         "GetMonthReport": "organization month",
@@ -261,7 +262,7 @@ CALLS: Mapping[str, Mapping[str, str]] = {
 # Never sent twice by the client itself: only the first response has the secrets.
 ONCE = frozenset({
     "CreateApiKey", "RotateApiKey", "ApplyConfiguration", "InviteMember", "ResendInvitation",
-    "AcceptInvitation",
+    "AcceptInvitation", "CreateSignInLink",
 })  # fmt: skip
 # Responses of which one field is the result.
 RESULTS = {

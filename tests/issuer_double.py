@@ -9,10 +9,12 @@ import contextlib
 import json
 import time
 import warnings
-from base64 import urlsafe_b64encode
+from base64 import b64decode, urlsafe_b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import cache
-from typing import Any
+from hashlib import sha256
+from typing import Any, TypeVar
+from urllib.parse import parse_qs, unquote
 
 from aiohttp import web
 from joserfc import jws
@@ -21,6 +23,7 @@ from joserfc.jwk import ECKey, KeyParameters, OKPKey, RSAKey
 AUDIENCE = "weir"
 DISCOVERY = "/.well-known/openid-configuration"
 SigningKey = RSAKey | ECKey | OKPKey
+Double = TypeVar("Double", bound="IssuerDouble")
 
 
 @cache
@@ -112,14 +115,115 @@ class IssuerDouble:
         return web.Response(body=await self.read(), content_type="application/json")
 
 
+class ProviderDouble(IssuerDouble):
+    """OpenID provider with the rules that OpenID Connect Core 1.0 and RFC 7636 have for a client.
+
+    `person` has the claims of the person that signs in. `in_userinfo` are those that only the endpoint for
+    claims says. Each code works once, for its client, address and verifier.
+    """
+
+    CLIENT, SECRET = "weir-console", "s3cret/with:signs"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.redirect_uri = ""
+        self.person: dict[str, Any] = {}
+        self.in_userinfo: frozenset[str] = frozenset({"email", "email_verified", "groups"})
+        self.token_changes: dict[str, Any] = {}
+        self._codes: dict[str, dict[str, str]] = {}
+        self._access: dict[str, dict[str, Any]] = {}
+
+    def authorize(self, query: Mapping[str, str]) -> dict[str, str]:
+        """Answer an authorization request as after a sign-in; the browser takes it to the client.
+
+        Raises AssertionError for a request that a provider refuses.
+        """
+        assert query["response_type"] == "code"
+        assert query["client_id"] == self.CLIENT
+        assert query["redirect_uri"] == self.redirect_uri
+        assert "openid" in query["scope"].split()
+        assert query["code_challenge_method"] == "S256"
+        assert len(query["code_challenge"]) == 43
+        assert all(len(query[name]) >= 32 for name in ("state", "nonce"))
+        code = f"code-{len(self._codes)}"
+        self._codes[code] = dict(query)
+        return {"code": code, "state": query["state"], "iss": self.url}
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if self.answer is not None:
+            return await self.answer(request)
+        match request.path:
+            case "/.well-known/openid-configuration":
+                return web.json_response(
+                    {
+                        "issuer": self.url,
+                        "jwks_uri": f"{self.url}/keys",
+                        "authorization_endpoint": f"{self.url}/authorize?tenant=1",
+                        "token_endpoint": f"{self.url}/token",
+                        "userinfo_endpoint": f"{self.url}/userinfo",
+                        "authorization_response_iss_parameter_supported": True,
+                    }
+                )
+            case "/token":
+                return await self._token(request)
+            case "/userinfo":
+                access = request.headers["authorization"].removeprefix("Bearer ")
+                if access not in self._access:
+                    return web.Response(status=401)
+                return web.json_response(self._access[access])
+        return await super()._answer(request)
+
+    async def _token(self, request: web.BaseRequest) -> web.Response:
+        form = {name: values[0] for name, values in parse_qs(await request.text()).items()}
+        pair = b64decode(request.headers.get("authorization", "").removeprefix("Basic ")).decode()
+        client, _, secret = pair.partition(":")
+        if (unquote(client), unquote(secret)) != (self.CLIENT, self.SECRET):
+            return web.json_response({"error": "invalid_client"}, status=401)
+        requested = self._codes.pop(form.get("code", ""), {})
+        digest = sha256(form.get("code_verifier", "").encode()).digest()
+        is_own = (
+            form.get("grant_type") == "authorization_code"
+            and form.get("redirect_uri") == requested.get("redirect_uri")
+            and encoded(digest) == requested.get("code_challenge")
+        )
+        if not is_own:
+            return web.json_response({"error": "invalid_grant"}, status=400)
+        claims = {"sub": "ada"} | self.person
+        access = f"access-{len(self._access)}"
+        self._access[access] = claims
+        own = {name: value for name, value in claims.items() if name not in self.in_userinfo}
+        id_token = self.token(
+            **(
+                {"aud": self.CLIENT, "nonce": requested["nonce"], "jti": None}
+                | own
+                | self.token_changes
+            )
+        )
+        return web.json_response(
+            {"access_token": access, "token_type": "Bearer", "id_token": id_token}
+        )
+
+
 @contextlib.asynccontextmanager
 async def issuer() -> AsyncIterator[IssuerDouble]:
     """Serve an issuer on a port of the loopback interface."""
-    double = IssuerDouble()
+    async with served(IssuerDouble()) as double:
+        yield double
+
+
+@contextlib.asynccontextmanager
+async def provider(port: int = 0) -> AsyncIterator[ProviderDouble]:
+    """Serve a provider on a port of the loopback interface."""
+    async with served(ProviderDouble(), port) as double:
+        yield double
+
+
+@contextlib.asynccontextmanager
+async def served(double: Double, port: int = 0) -> AsyncIterator[Double]:
     server = web.Server(double._answer)
     runner = web.ServerRunner(server)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True)
     await site.start()
     host, port = runner.addresses[0][:2]
     double.url = f"http://{host}:{port}"

@@ -56,6 +56,7 @@ from metering.tenants.client_tokens import (
     is_client_token,
 )
 from metering.tenants.networks import Network, allows
+from metering.tenants.sign_in import authenticate_session, is_session
 
 KEYS_MAX = 10_000  # remembered keys; an older lookup counts as one of a changed key
 BEARER = "bearer "
@@ -419,6 +420,8 @@ class Authenticator:
             return lambda: self._tokens.principal(secret, self._read)
         if is_client_token(secret):
             return lambda: self._read(lambda session: authenticate_client_token(session, secret))
+        if is_session(secret):
+            return lambda: self._read(lambda session: authenticate_session(session, secret))
         return lambda: self._read(lambda session: authenticate(session, secret))
 
     async def count_requests(self, principal: Principal, count: int) -> None:

@@ -37,7 +37,11 @@ LEEWAY_S, LEEWAY_MAX_S = 30, 300
 LIFETIME_S, LIFETIME_MAX_S = 3600, 24 * 3600
 REMEMBERED_MAX = 10_000  # verified tokens, of some 2 kB each
 # Types by RFC 8725: another one has another purpose, as `logout+jwt` or `dpop+jwt`.
-TYPES_OF_ACCESS = frozenset({"jwt", "at+jwt"})
+TYPES = {
+    "access token": frozenset({"jwt", "at+jwt"}),
+    "ID token": frozenset({"jwt"}),
+    "logout token": frozenset({"jwt", "logout+jwt"}),
+}
 OF_SIGN_IN = ("nonce", "at_hash", "c_hash")  # claims that only an ID token for a browser has
 
 
@@ -46,6 +50,7 @@ class TokenUse(StrEnum):
 
     ACCESS = "access token"
     SIGN_IN = "ID token"
+    LOGOUT = "logout token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +212,7 @@ def check_header(token: UnverifiedToken, issuer: Issuer) -> str:
     if issuer.type:
         if name != issuer.type.lower():
             raise TokenInvalid(f"`typ` must be {issuer.type}")
-    elif name not in (TYPES_OF_ACCESS if issuer.use is TokenUse.ACCESS else {"jwt"}):
+    elif name not in TYPES[issuer.use]:
         raise TokenInvalid(f"its `typ` is not that of an {issuer.use}")
     return algorithm
 
@@ -226,7 +231,7 @@ def check_claims(token: UnverifiedToken, issuer: Issuer, now: float) -> Verified
             raise TokenInvalid("it is bound to a key of its sender (`cnf`), which is not supported")
     elif len(token.audiences) > 1 and claims.get("azp") != issuer.audience:
         raise TokenInvalid("`azp` is another client")
-    if "events" in claims:
+    if "events" in claims and issuer.use is not TokenUse.LOGOUT:
         raise TokenInvalid("it tells of events (`events`) and identifies no caller")
     expires_at, issued_at, begins_at = (time_claim(claims, name) for name in ("exp", "iat", "nbf"))
     if expires_at is None:
@@ -244,7 +249,7 @@ def check_claims(token: UnverifiedToken, issuer: Issuer, now: float) -> Verified
     verified = VerifiedToken(claims, expires_at + leeway_s)
     if not verified.token_id and issuer.requires_id:
         raise TokenInvalid("`jti` is missing")
-    if not verified.subject:
+    if not verified.subject and issuer.use is not TokenUse.LOGOUT:
         raise TokenInvalid("`sub` is missing")
     text_claim(claims, "sid")
     return verified

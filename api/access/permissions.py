@@ -97,6 +97,7 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
             "persons.change",
             OPERATOR,
             *("ListPersons", "UpdatePerson", "DeactivatePerson", "ReactivatePerson"),
+            "CreateSignInLink",
         ),
         allowed("token_issuers.set", ADMINS, "CreateTokenIssuer", "DeleteTokenIssuer"),
         allowed("token_issuers.read", MEMBERS, "ListTokenIssuers"),

@@ -7,7 +7,7 @@ Each RPC requires an admin key and is one transaction; client-made ids make retr
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -248,13 +248,15 @@ class AdminServicer(
         in_thread: InThread = at_once,
         private_webhooks: bool = False,
         private_issuers: bool = False,
+        console_url: Callable[[], str] = lambda: "",
     ) -> None:
         """`signer` signs the receipts of requests that `ExpireOverdueHolds` ends; with None, they
         get no receipt. `issuer` names the fonts with which billing profiles must be printable.
 
         `fleet` is that of this process. `in_thread` runs the parsing of a document, like
         `RequestRegistry.in_thread`. `private_webhooks` and `private_issuers` permit URLs in
-        private networks and over plain HTTP.
+        private networks and over plain HTTP. `console_url` returns the address of the console,
+        empty if there is none.
         """
         super().__init__(authenticator, sessions)
         self._router = router
@@ -265,3 +267,4 @@ class AdminServicer(
         self._in_thread = in_thread
         self._private_webhooks = private_webhooks
         self._private_issuers = private_issuers
+        self._console_url = console_url

@@ -6,6 +6,7 @@ and removes none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from weir.v1 import admin_service_pb2 as admin_pb
@@ -34,6 +35,7 @@ from metering.tenants.key_groups import lock_groups
 from metering.tenants.key_terms import KeyTerms
 from metering.tenants.members import MemberRecord
 from metering.tenants.service_accounts import ServiceAccountRecord
+from metering.tenants.sign_in import create_link, link_url
 from metering.tenants.tenants import find_organization
 
 # Scopes that a key of a person or service account may have beside its role, which has the rest.
@@ -244,6 +246,8 @@ class ServiceAccountCalls(AuthenticatedServicer):
 class PersonCalls(AuthenticatedServicer):
     """RPCs for persons, for the operator."""
 
+    _console_url: Callable[[], str]
+
     async def UpdatePerson(
         self, request: pb.UpdatePersonRequest, context: Context
     ) -> pb.UpdatePersonResponse:
@@ -266,6 +270,19 @@ class PersonCalls(AuthenticatedServicer):
         async with self._transaction(context) as (session, actor):
             person = await members.reactivate_person(session, person=request.person, actor=actor)
             return pb.ReactivatePersonResponse(person=person_message(person))
+
+    async def CreateSignInLink(
+        self, request: pb.CreateSignInLinkRequest, context: Context
+    ) -> pb.CreateSignInLinkResponse:
+        if not (console := self._console_url()):
+            raise InvalidValue(
+                "person", "cannot sign in: this server has no console (WEIR_CONSOLE)"
+            )
+        lifetime = wire.given_duration(request, "lifetime")
+        async with self._transaction(context) as (session, actor):
+            person = await members.find_person(session, request.person)
+            secret = await create_link(session, person, lifetime=lifetime, actor=actor)
+        return pb.CreateSignInLinkResponse(url=link_url(console, secret))
 
 
 async def owner_of_new_key(

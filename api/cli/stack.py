@@ -63,7 +63,9 @@ from metering.core.errors import (
     InvalidValue,
     KeyInvalid,
     MeteringError,
+    NotFound,
 )
+from metering.core.models import Person
 from metering.export.export_settings import (
     STRIPE_SECRETS,
     WEBHOOK_SECRETS,
@@ -81,13 +83,17 @@ from metering.store.migrations_runner import migrate as upgrade
 from metering.store.refusals import cause_of, is_conflict, refusal_of
 from metering.tenants.api_keys import create_api_key
 from metering.tenants.authentication import authenticate
+from metering.tenants.key_groups import lock_groups
 from metering.tenants.key_terms import KeyTerms
-from metering.tenants.tenants import create_organization, create_project
+from metering.tenants.members import OPERATOR, add_member, find_person
+from metering.tenants.sign_in import LINK_LIFETIME_MAX, create_link, link_url
+from metering.tenants.tenants import create_organization, create_project, find_project
 from metering.worker import READY_FILE, worker_command
 
 stderr = Console(stderr=True, highlight=False)
 
 ACTOR = "system"
+OPERATOR_EMAIL = "operator@localhost"  # of the user of `weir up`
 ORGANIZATION = "demo"
 PROJECT = "default"
 ADMIN_SCOPES = ("admin", "billing", "inference")
@@ -204,6 +210,27 @@ async def create_admin(
         await ensure_tenant(sessions, organization, project)
         await ensure_prices(sessions, models, encoders)
         return await create_key(sessions, organization, project, "admin", ADMIN_SCOPES)
+
+
+async def sign_in_link(database_url: str, console_url: str) -> str:
+    """Create a link that signs the operator of this machine in to the console, once.
+
+    The person is created at the first time. A user that may read the home directory has the
+    administrator's key anyway.
+    """
+    async with open_sessions(database_url) as sessions, sessions.begin() as session:
+        project = await find_project(session, PROJECT, organization=ORGANIZATION)
+        await lock_groups(session, project.organization_id)
+        try:
+            person = await find_person(session, OPERATOR_EMAIL)
+        except NotFound:
+            person = Person(email=OPERATOR_EMAIL, display_name="Operator")
+            session.add(person)
+            await session.flush()
+            await session.refresh(person)
+            await add_member(session, person=person, project=project, role=OPERATOR, actor=ACTOR)
+        secret = await create_link(session, person, lifetime=LINK_LIFETIME_MAX, actor=ACTOR)
+    return link_url(console_url, secret)
 
 
 @contextlib.asynccontextmanager
@@ -447,9 +474,11 @@ class Stack:
         connection: Connection,
         children: Sequence[Child],
         environment: Mapping[str, str],
+        database_url: str,
         database: EmbeddedPostgres | None = None,
     ) -> None:
         """Take over started children. `database` is the embedded server, None for another one."""
+        self.database_url = database_url
         self.connection = connection
         self.children = children
         self._environment = environment
@@ -636,7 +665,7 @@ async def run_stack(
             if not child.release(settings.to_environment()):
                 await child.start(environment)
         report("Loading the model")
-        stack = Stack(connection, children, environment, server)
+        stack = Stack(connection, children, environment, settings.database.url, server)
         endpoint = await supervised_start(stack, home, api, report)
         stack.connection = replace(
             connection, address=endpoint.address, openai_url=endpoint.openai_url
@@ -809,9 +838,11 @@ async def run_until_stopped(
             run_stack(settings, report, role, api_count) as stack,
         ):
             status.stop()
-            stderr.print(
-                welcome(stack.connection.address, settings.home, read_endpoint(settings.home))
-            )
+            endpoint = read_endpoint(settings.home)
+            stderr.print(welcome(stack.connection.address, settings.home, endpoint))
+            if endpoint.console_url:
+                link = await sign_in_link(stack.database_url, endpoint.console_url)
+                stderr.print(f"Sign in to the console, once: {link}", soft_wrap=True)
             supervisor = tasks.create_task(
                 stack.supervise(lambda message: stderr.print(f"[yellow]{message}[/yellow]"))
             )
@@ -831,7 +862,7 @@ def welcome(address: str, home: Path, endpoint: ConnectionFile) -> Panel:
     )
     metrics = f"\nPrometheus scrapes {endpoint.metrics_url}." if endpoint.metrics_url else ""
     weir = command_name()
-    sign_in = f"sign in with a key of `{escape(weir)} env`"
+    sign_in = f"`{escape(weir)} person sign-in {OPERATOR_EMAIL}` makes a link to sign in"
     console = (
         f"\nThe console is at [bold]{endpoint.console_url}[/bold]: {sign_in}."
         if endpoint.console_url

@@ -27,6 +27,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from api.access.auth import Authenticator
 from api.access.permissions import ROLES_OF
+from api.console.sign_in import ORGANIZATION_HEADER, PAGES, SignIn, csrf_of
 from api.core.addresses import FORWARDED_FOR
 from api.core.errors import FieldViolation, InvalidRequest, MessageUnreadable
 from api.core.interceptor import Failed, guarded, writing
@@ -87,6 +88,7 @@ NAMES = [f"{service}/{method}" for service, methods in OFFERED.items() for metho
 ROOT = "/console"
 API = f"{ROOT}/api/"
 SESSION = "session"
+SIGN_IN_CALLS = frozenset({"link", "invitation", "sign-out"})
 # An RPC that every valid key may call: only the key's identity is checked.
 ANY_KEY_RPC = "/weir.v1.ReceiptService/ListReceiptKeys"
 JSON = "application/json"
@@ -149,13 +151,20 @@ class Refused(grpc.aio.AbortError):
 class CallContext:
     """The methods of `grpc.aio.ServicerContext` that the RPC handlers of this API use."""
 
-    def __init__(self, request: web.BaseRequest, write: Write | None = None) -> None:
-        """`write` receives the messages of a server-streaming RPC."""
+    def __init__(
+        self, request: web.BaseRequest, acting: str = "", write: Write | None = None
+    ) -> None:
+        """`acting` is the secret of a session, which takes the place of an API key.
+
+        `write` receives the messages of a server-streaming RPC.
+        """
         self._metadata = tuple(
             (name, value)
             for name in FORWARDED_HEADERS
             for value in request.headers.getall(name, ())
         )
+        if acting:
+            self._metadata += (("authorization", f"Bearer {acting}"),)
         self._peer = peer_of(request)
         self._write = write
 
@@ -232,10 +241,11 @@ class Console:
         authenticator: Authenticator,
         others: Handle,
         *,
+        sign_in: SignIn,
         observer: Observer,
         stall_max_s: float,
     ) -> None:
-        """`others` handles all other paths.
+        """`others` handles all other paths. `sign_in` knows the persons of sessions.
 
         `observer` counts refused requests. A client that reads nothing of a file for `stall_max_s`
         seconds is disconnected.
@@ -243,6 +253,7 @@ class Console:
         self._calls = offered_calls(servicers, observer.call_failed)
         self._files = read_files()
         self._authenticator = authenticator
+        self._sign_in = sign_in
         self._next = others
         self._observer = observer
         self._stall_max_s = stall_max_s
@@ -282,6 +293,10 @@ class Console:
             return web.Response(status=307, headers={**HEADERS, "location": "console/"})
         if request.path.startswith(API):
             return await self._answer_call(request, request.path.removeprefix(API))
+        if request.path.startswith(PAGES):
+            page = await self._sign_in.answer(request, request.path.removeprefix(PAGES))
+            page.headers.update(HEADERS)
+            return page
         file = self._files.get(request.path.removeprefix(f"{ROOT}/"))
         if file is None:
             raise HttpFault(
@@ -293,7 +308,12 @@ class Console:
     async def _answer_call(self, request: web.BaseRequest, name: str) -> web.StreamResponse:
         if name == SESSION:
             check_method(request, "GET")
-            return await self._session(request)
+            return as_json(json.dumps(await self._session(request)))
+        if name in SIGN_IN_CALLS:
+            check_method(request, "POST")
+            response = await self._sign_in_call(request, name)
+            response.headers.update(HEADERS)
+            return response
         call = self._calls.get(name)
         if call is None:
             raise HttpFault(
@@ -302,24 +322,78 @@ class Console:
                 "not_offered",
             )
         check_method(request, "POST")
-        if request.content_type != JSON:
-            raise HttpFault(415, f"send the request as {JSON}", "unsupported_media_type")
-        secret_of(request)  # before the body is read; the handler authenticates
+        check_json(request)
+        acting = await self._acting(request)  # before the body is read; the handler authenticates
         parsed = read_message(await read_body(request, BODY_BYTES_MAX), call.request_type)
         if call.is_file:
-            return await FileAnswer(request, self._stall_max_s).serve(call, parsed)
-        answer: Message = await call.answer(parsed, CallContext(request))
+            return await FileAnswer(request, self._stall_max_s).serve(call, parsed, acting)
+        answer: Message = await call.answer(parsed, CallContext(request, acting))
         return as_json(await self._json_of(answer))
 
-    async def _session(self, request: web.BaseRequest) -> web.Response:
-        """Return the permissions of the key, for display only: each RPC checks the key itself."""
+    async def _acting(self, request: web.BaseRequest) -> str:
+        """Return the secret by which the session of a request acts; empty if it has an API key.
+
+        Raises: Unauthenticated, PermissionDenied, InvalidValue.
+        """
+        cookie = self._sign_in.cookie(request)
+        if cookie is None:
+            secret_of(request)
+            return ""
+        if cookie.acting is None:
+            raise InvalidRequest(
+                [FieldViolation(ORGANIZATION_HEADER, "is missing: reload the page")]
+            )
+        await self._sign_in.noted(cookie)
+        return cookie.acting
+
+    async def _sign_in_call(self, request: web.BaseRequest, name: str) -> web.Response:
+        """Begin a session, or end it."""
+        check_json(request)  # which a page of another origin cannot send
+        body = parse_object(await read_body(request, BODY_BYTES_MAX))
+        match name:
+            case "link":
+                return await self._sign_in.use_link(request, body)
+            case "invitation":
+                return await self._sign_in.accept(request, body)
+        return await self._sign_in.end(request)
+
+    async def _session(self, request: web.BaseRequest) -> dict[str, Any]:
+        """Return what a key or session may do, for display only: each RPC checks it itself.
+
+        Without either: how to sign in. A session that acts in no organization has its list only.
+        """
+        cookie = self._sign_in.cookie(request)
+        if cookie is None and "authorization" not in request.headers:
+            return {"providers": self._sign_in.providers}
+        found: dict[str, Any] = {}
+        if cookie is None:
+            secret = secret_of(request)
+        else:
+            signed_in = await self._sign_in.person_of(cookie)
+            found = {
+                "csrf": csrf_of(cookie.secret),
+                "email": signed_in.person.email,
+                "displayName": signed_in.person.display_name,
+                "expireTime": signed_in.expires_at.isoformat(),
+                "organizations": [
+                    {
+                        "id": str(each.organization_id),
+                        "name": each.organization_name,
+                        "role": each.role,
+                    }
+                    for each in signed_in.memberships
+                ],
+            }
+            if cookie.acting is None:
+                return found
+            secret = cookie.acting
         origin = self._authenticator.proxies.origin(
             peer_of(request), request.headers.getall(FORWARDED_FOR, ())
         )
         principal = await self._authenticator.principal_of(
-            secret_of(request), method=ANY_KEY_RPC, origin=origin
+            secret, method=ANY_KEY_RPC, origin=origin
         )
-        session: dict[str, Any] = {
+        return found | {
             "keyPrefix": principal.key_prefix,
             "organizationId": str(principal.organization_id),
             "currencyCode": principal.currency_code,
@@ -330,7 +404,6 @@ class Console:
                 if not principal.scopes.isdisjoint(ROLES_OF[call.path])
             ],
         }
-        return as_json(json.dumps(session))
 
     async def _json_of(self, answer: Message) -> str:
         """Encode a message as protobuf JSON in a thread. Raises: InvalidRequest if too large."""
@@ -348,13 +421,13 @@ class FileAnswer:
         self._stall_max_s = stall_max_s
         self._response: web.StreamResponse | None = None
 
-    async def serve(self, call: OfferedCall, parsed: Message) -> web.StreamResponse:
+    async def serve(self, call: OfferedCall, parsed: Message, acting: str) -> web.StreamResponse:
         """Serve the file. If the RPC fails after the first chunk, the connection is aborted.
 
         Raises Refused if it fails before.
         """
         try:
-            await call.answer(parsed, CallContext(self._request, self._write))
+            await call.answer(parsed, CallContext(self._request, acting, self._write))
         except Refused:
             if self._response is None:
                 raise
@@ -382,6 +455,23 @@ class FileAnswer:
             raise Refused(
                 status_pb2.Status(code=code_pb2.CANCELLED, message="the client is gone")
             ) from gone
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Parse a body as a JSON object. Raises: MessageUnreadable."""
+    try:
+        value = json.loads(body or b"{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise MessageUnreadable("Your body is not a JSON object. Correct it.")
+    return value
+
+
+def check_json(request: web.BaseRequest) -> None:
+    """Raise HttpFault unless the body is JSON, which other sites' forms cannot send."""
+    if request.content_type != JSON:
+        raise HttpFault(415, f"send the request as {JSON}", "unsupported_media_type")
 
 
 def read_message(body: bytes, kind: type[Message]) -> Message:

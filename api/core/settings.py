@@ -247,6 +247,9 @@ class AccessSettings:
     key_use_interval_s: float = setting("WEIR_KEY_USE_INTERVAL_S", 60.0, positive(3600))
     # Let issuers of tokens use http and private addresses; only the operator may trust any then.
     private_issuers: bool = setting("WEIR_TOKEN_ISSUERS_PRIVATE", False, truth)
+    # File with the identity providers by which persons sign in to the console. Unset: by links and
+    # invitations only.
+    sign_in_file: str = setting("WEIR_SIGN_IN", "", str)
 
     def proxy_networks(self) -> tuple[Network, ...]:
         """Return the networks of trusted proxies."""

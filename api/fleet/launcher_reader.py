@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from weir_cli.yaml_files import Keys, StrictReader
@@ -23,7 +23,6 @@ from inference.launchers.launcher import Launcher, check_placeholders, filled
 from inference.launchers.process import ProcessLauncher, ProcessTerms
 from inference.launchers.vllm_sleep import SleepTerms
 
-Value = TypeVar("Value")
 UNITS_MAX = 4096
 COST_MAX = Decimal(1_000_000)  # per hour of one replica
 TIMEOUT_S_MAX = 86_400.0
@@ -116,26 +115,6 @@ class ValueReader(StrictReader):
         """Relative paths start at `base`; with None they are errors."""
         super().__init__()
         self._base = base
-
-    def value(
-        self, node: yaml.Node | None, location: str, parse: Callable[[str], Value], default: Value
-    ) -> Value:
-        """Parse a scalar. Returns the default if the scalar is missing or invalid."""
-
-        def parsed(text: str) -> Value:
-            try:
-                return parse(text)
-            except ValueError as error:
-                raise ValueError(f"{error}, not {text[:64]!r}") from None
-
-        found = None if node is None else self.scalar(node, location, parsed)
-        return default if found is None else found
-
-    def value_of(
-        self, keys: Keys, location: str, name: str, parse: Callable[[str], Value], default: Value
-    ) -> Value:
-        """Parse the scalar of a key. Returns the default if it is missing or invalid."""
-        return self.value(keys.get(name), f"{location}.{name}", parse, default)
 
     def path_of(self, keys: Keys, location: str, name: str) -> Path | None:
         """Parse the path of a file or directory; None if it is missing."""

@@ -294,6 +294,48 @@ class ApiKeyOwner(Base):
     creator_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("persons.id"))
 
 
+class SignInSession(Base):
+    """Session of a person who signed in. Only the SHA-256 of its secret is stored.
+
+    `provider` is the name of the one that vouched for the person, with its own id of the session;
+    empty for a link. It ends at `expires_at`, or after `idle_max_s` without use.
+    """
+
+    __tablename__ = "sign_in_sessions"
+
+    id: Mapped[GeneratedId]
+    person_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("persons.id"))
+    secret_hash: Mapped[bytes] = mapped_column(unique=True)
+    provider: Mapped[str]
+    provider_session: Mapped[str]
+    address: Mapped[str]
+    idle_max_s: Mapped[int]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    last_used_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    expires_at: Mapped[datetime]
+    ended_at: Mapped[datetime | None]
+
+
+class SignInLink(Base):
+    """Link that signs a person in, once. It is deleted by its use."""
+
+    __tablename__ = "sign_in_links"
+
+    secret_hash: Mapped[bytes] = mapped_column(primary_key=True)
+    person_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("persons.id"))
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    expires_at: Mapped[datetime]
+
+
+class GroupMembership(Base):
+    """Membership that groups of a provider make, and end."""
+
+    __tablename__ = "group_memberships"
+
+    membership_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("memberships.id"), primary_key=True)
+    provider: Mapped[str]
+
+
 class TokenIssuer(Base):
     """Issuer whose tokens for one audience authenticate callers of one organization.
 

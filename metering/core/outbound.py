@@ -11,6 +11,7 @@ import asyncio
 import ipaddress
 import socket
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from importlib.metadata import version
 from socket import AddressFamily
@@ -39,6 +40,7 @@ NOT_PUBLIC = tuple(
 )
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+NO_HEADERS: Mapping[str, str] = {}
 USER_AGENT = f"weir/{version('weir-server')}"
 
 
@@ -182,11 +184,23 @@ async def addresses_of(url: str, *, private: bool) -> list[ResolveResult]:
     return await resolve_allowed(parts.hostname or "", port, private=private)
 
 
-async def get_document(url: str, *, private: bool, bytes_max: int, wait_s: float) -> bytes:
-    """Return the body of a checked URL, of at most `bytes_max` bytes. Raises: DocumentUnread."""
+async def get_document(
+    url: str,
+    *,
+    private: bool,
+    bytes_max: int,
+    wait_s: float,
+    headers: Mapping[str, str] = NO_HEADERS,
+    form: str | None = None,
+) -> bytes:
+    """Return the body of a checked URL, of at most `bytes_max` bytes. With `form`, POST it.
+
+    Raises: DocumentUnread.
+    """
     try:
         async with asyncio.timeout(wait_s):
-            return await _get(url, await addresses_of(url, private=private), bytes_max)
+            addresses = await addresses_of(url, private=private)
+            return await _read(url, addresses, bytes_max, headers, form)
     except TimeoutError:
         raise DocumentUnread(f"no answer within {wait_s:g} s") from None
     except aiohttp.ClientResponseError as unread:  # its text has the whole URL
@@ -197,15 +211,29 @@ async def get_document(url: str, *, private: bool, bytes_max: int, wait_s: float
         raise DocumentUnread((str(error) or type(error).__name__)[:200]) from None
 
 
-async def _get(url: str, addresses: list[ResolveResult], bytes_max: int) -> bytes:
-    headers = {"Accept": "application/json", "User-Agent": USER_AGENT}
+async def _read(
+    url: str,
+    addresses: list[ResolveResult],
+    bytes_max: int,
+    headers: Mapping[str, str],
+    form: str | None,
+) -> bytes:
+    headers = {"Accept": "application/json", "User-Agent": USER_AGENT, **headers}
+    if form is not None:
+        headers["Content-Type"] = "application/x-www-form-urlencoded"
     async with (
         aiohttp.ClientSession(
             connector=connector(addresses),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,  # a short body could expand to a long one
         ) as session,
-        session.get(url, headers=headers, allow_redirects=False) as answer,
+        session.request(
+            "GET" if form is None else "POST",
+            url,
+            headers=headers,
+            data=form,
+            allow_redirects=False,
+        ) as answer,
     ):
         if answer.status != 200:
             redirected = ": redirects are not followed" if 300 <= answer.status < 400 else ""

@@ -90,7 +90,7 @@ async def invite(
     address = email.strip().lower()
     check_email(address, "email")
     terms_of(role)
-    within = await _project_of(session, owner, project)
+    within = await project_for_member(session, owner, project)
     token = new_token()
     if await _is_member(session, owner.id, address):
         raise AlreadyExists("member", address, f"in {owner.name}: change the role instead")
@@ -259,7 +259,11 @@ def hash_of_token(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
-async def _project_of(session: AsyncSession, owner: Organization, project: str) -> Project:
+async def project_for_member(session: AsyncSession, owner: Organization, project: str) -> Project:
+    """Look up the project of a member's key, by default the oldest.
+
+    Raises: NotFound, InvalidValue.
+    """
     if project:
         return await find_project(session, project, organization=str(owner.id))
     oldest = select(Project).where(Project.organization_id == owner.id)

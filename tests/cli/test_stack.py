@@ -75,7 +75,7 @@ async def supervised(tmp_path: Path, program: str) -> AsyncIterator[tuple[Child,
     reports: list[str] = []
     async with asyncio.TaskGroup() as tasks:
         supervisor = tasks.create_task(
-            Stack(NOWHERE, [child], os.environ).supervise(reports.append)
+            Stack(NOWHERE, [child], os.environ, "").supervise(reports.append)
         )
         try:
             yield child, reports

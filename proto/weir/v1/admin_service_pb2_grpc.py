@@ -400,6 +400,11 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_members__pb2.ReactivatePersonRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_members__pb2.ReactivatePersonResponse.FromString,
                 _registered_method=True)
+        self.CreateSignInLink = channel.unary_unary(
+                '/weir.v1.AdminService/CreateSignInLink',
+                request_serializer=weir_dot_v1_dot_members__pb2.CreateSignInLinkRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.CreateSignInLinkResponse.FromString,
+                _registered_method=True)
         self.CreateTokenIssuer = channel.unary_unary(
                 '/weir.v1.AdminService/CreateTokenIssuer',
                 request_serializer=weir_dot_v1_dot_tokens__pb2.CreateTokenIssuerRequest.SerializeToString,
@@ -951,6 +956,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateSignInLink(self, request, context):
+        """Creates a link with which a person signs in to the console, once. Whoever has the link is the
+        person for this server: send it by a safe way. The link is returned only in this response.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CreateTokenIssuer(self, request, context):
         """Trusts an issuer: its tokens authenticate callers of an organization from now on.
         """
@@ -1332,6 +1345,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ReactivatePerson,
                     request_deserializer=weir_dot_v1_dot_members__pb2.ReactivatePersonRequest.FromString,
                     response_serializer=weir_dot_v1_dot_members__pb2.ReactivatePersonResponse.SerializeToString,
+            ),
+            'CreateSignInLink': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateSignInLink,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.CreateSignInLinkRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.CreateSignInLinkResponse.SerializeToString,
             ),
             'CreateTokenIssuer': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateTokenIssuer,
@@ -3251,6 +3269,33 @@ class AdminService:
             '/weir.v1.AdminService/ReactivatePerson',
             weir_dot_v1_dot_members__pb2.ReactivatePersonRequest.SerializeToString,
             weir_dot_v1_dot_members__pb2.ReactivatePersonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateSignInLink(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/CreateSignInLink',
+            weir_dot_v1_dot_members__pb2.CreateSignInLinkRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.CreateSignInLinkResponse.FromString,
             options,
             channel_credentials,
             insecure,

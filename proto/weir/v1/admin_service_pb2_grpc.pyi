@@ -240,6 +240,10 @@ class AdminServiceStub:
     """
     ReactivatePerson: _grpc.UnaryUnaryMultiCallable[_members_pb2.ReactivatePersonRequest, _members_pb2.ReactivatePersonResponse]
     """Accepts the keys of a deactivated person again, as they were. Idempotent."""
+    CreateSignInLink: _grpc.UnaryUnaryMultiCallable[_members_pb2.CreateSignInLinkRequest, _members_pb2.CreateSignInLinkResponse]
+    """Creates a link with which a person signs in to the console, once. Whoever has the link is the
+    person for this server: send it by a safe way. The link is returned only in this response.
+    """
     CreateTokenIssuer: _grpc.UnaryUnaryMultiCallable[_tokens_pb2.CreateTokenIssuerRequest, _tokens_pb2.CreateTokenIssuerResponse]
     """Trusts an issuer: its tokens authenticate callers of an organization from now on."""
     DeleteTokenIssuer: _grpc.UnaryUnaryMultiCallable[_tokens_pb2.DeleteTokenIssuerRequest, _tokens_pb2.DeleteTokenIssuerResponse]
@@ -454,6 +458,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ReactivatePerson: _aio.UnaryUnaryMultiCallable[_members_pb2.ReactivatePersonRequest, _members_pb2.ReactivatePersonResponse]  # type: ignore[assignment]
     """Accepts the keys of a deactivated person again, as they were. Idempotent."""
+    CreateSignInLink: _aio.UnaryUnaryMultiCallable[_members_pb2.CreateSignInLinkRequest, _members_pb2.CreateSignInLinkResponse]  # type: ignore[assignment]
+    """Creates a link with which a person signs in to the console, once. Whoever has the link is the
+    person for this server: send it by a safe way. The link is returned only in this response.
+    """
     CreateTokenIssuer: _aio.UnaryUnaryMultiCallable[_tokens_pb2.CreateTokenIssuerRequest, _tokens_pb2.CreateTokenIssuerResponse]  # type: ignore[assignment]
     """Trusts an issuer: its tokens authenticate callers of an organization from now on."""
     DeleteTokenIssuer: _aio.UnaryUnaryMultiCallable[_tokens_pb2.DeleteTokenIssuerRequest, _tokens_pb2.DeleteTokenIssuerResponse]  # type: ignore[assignment]
@@ -1085,6 +1093,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_members_pb2.ReactivatePersonResponse, _abc.Awaitable[_members_pb2.ReactivatePersonResponse]]:
         """Accepts the keys of a deactivated person again, as they were. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def CreateSignInLink(
+        self,
+        request: _members_pb2.CreateSignInLinkRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.CreateSignInLinkResponse, _abc.Awaitable[_members_pb2.CreateSignInLinkResponse]]:
+        """Creates a link with which a person signs in to the console, once. Whoever has the link is the
+        person for this server: send it by a safe way. The link is returned only in this response.
+        """
 
     @_abc_1.abstractmethod
     def CreateTokenIssuer(

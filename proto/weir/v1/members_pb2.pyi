@@ -1143,3 +1143,53 @@ class ReactivatePersonResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReactivatePersonResponse: _TypeAlias = ReactivatePersonResponse  # noqa: Y015
+
+@_typing.final
+class CreateSignInLinkRequest(_message.Message):
+    """Creates a link with which a person signs in once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PERSON_FIELD_NUMBER: _builtins.int
+    LIFETIME_FIELD_NUMBER: _builtins.int
+    person: _builtins.str
+    """The person, by e-mail address or id. Unknown: NOT_FOUND. Deactivated: INVALID_ARGUMENT."""
+    @_builtins.property
+    def lifetime(self) -> _duration_pb2.Duration:
+        """How long the link works: more than zero, at most a day. Default: 15 minutes."""
+
+    def __init__(
+        self,
+        *,
+        person: _builtins.str = ...,
+        lifetime: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lifetime", b"lifetime"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lifetime", b"lifetime", "person", b"person"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateSignInLinkRequest: _TypeAlias = CreateSignInLinkRequest  # noqa: Y015
+
+@_typing.final
+class CreateSignInLinkResponse(_message.Message):
+    """The link, which no later call returns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    URL_FIELD_NUMBER: _builtins.int
+    url: _builtins.str
+    """Address to open in a browser. Its last part is the secret of the link."""
+    def __init__(
+        self,
+        *,
+        url: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateSignInLinkResponse: _TypeAlias = CreateSignInLinkResponse  # noqa: Y015

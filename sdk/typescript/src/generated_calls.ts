@@ -672,6 +672,12 @@ export interface DeleteServiceAccountOptions extends CallOptionsOf {
   readonly allowMissing?: boolean | undefined;
 }
 
+/** Options of `createSignInLink`. */
+export interface CreateSignInLinkOptions extends CallOptionsOf {
+  /** How long the link works: more than zero, at most a day. Default: 15 minutes. */
+  readonly lifetimeMs?: number | undefined;
+}
+
 /** Options of `closeMonth`. */
 export interface CloseMonthOptions extends CallOptionsOf {
   /**
@@ -2111,6 +2117,26 @@ export class AdminCalls extends UnaryClient {
     const method = AdminService.method.reactivatePerson;
     const response = await this.connection.call(method, init, options);
     return wire.person(response.person);
+  }
+
+  /**
+   * Creates a link with which a person signs in to the console, once. Whoever has the link is the
+   * person for this server: send it by a safe way. The link is returned only in this response.
+   *
+   * @param person The person, by e-mail address or id. Unknown: NotFound. Deactivated:
+   * InvalidRequest.
+   */
+  async createSignInLink(
+    person: string,
+    options: CreateSignInLinkOptions = {},
+  ): Promise<str> {
+    const init = defined({
+      person: person,
+      lifetime: duration("lifetimeMs", options.lifetimeMs),
+    });
+    const method = AdminService.method.createSignInLink;
+    const response = await this.connection.call(method, init, options, false);
+    return response.url;
   }
 
 }

@@ -361,3 +361,19 @@ def deactivate_person(client: AdminClient, person_ref: PersonArgument) -> Person
 def reactivate_person(client: AdminClient, person_ref: PersonArgument) -> Person:
     """Accept the keys of a person again, as they were."""
     return client.reactivate_person(person_ref)
+
+
+@person.command("sign-in")
+@calls(admin_client)
+def sign_in(
+    client: AdminClient,
+    person_ref: PersonArgument,
+    expires_in: Annotated[
+        str, typer.Option(metavar="SPAN", help="How long the link works: 15m, or up to 1d.")
+    ] = "15m",
+) -> None:
+    """Create a link with which a person signs in to the console, once. It is printed on stdout."""
+    lifetime = parsed("--expires-in", parse_span, expires_in)
+    link = client.create_sign_in_link(person_ref, lifetime=lifetime)
+    note("whoever opens this link is signed in as the person, once. It is shown only now")
+    typer.echo(link)

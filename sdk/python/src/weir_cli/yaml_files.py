@@ -168,6 +168,26 @@ class StrictReader:
                 self.wrong(node, location, str(wrong))
         return None
 
+    def value(
+        self, node: yaml.Node | None, location: str, parse: Callable[[str], Value], default: Value
+    ) -> Value:
+        """Parse a scalar. Returns the default if the scalar is missing or invalid."""
+
+        def parsed(text: str) -> Value:
+            try:
+                return parse(text)
+            except ValueError as error:
+                raise ValueError(f"{error}, not {text[:64]!r}") from None
+
+        found = None if node is None else self.scalar(node, location, parsed)
+        return default if found is None else found
+
+    def value_of(
+        self, keys: Keys, location: str, name: str, parse: Callable[[str], Value], default: Value
+    ) -> Value:
+        """Parse the scalar of a key. Returns the default if it is missing or invalid."""
+        return self.value(keys.get(name), joined(location, name), parse, default)
+
     def items(self, node: yaml.Node, location: str) -> list[yaml.Node]:
         """Read the entries of a list."""
         if isinstance(node, yaml.SequenceNode):

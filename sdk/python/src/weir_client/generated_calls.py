@@ -1440,6 +1440,21 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.ReactivatePerson, request)
         return wire.read(Person, response.person)
 
+    async def create_sign_in_link(self, person: str, *, lifetime: timedelta | None = None) -> str:
+        """Creates a link with which a person signs in to the console, once. Whoever has the link is
+        the person for this server: send it by a safe way. The link is returned only in this
+        response.
+
+        `person`: The person, by e-mail address or id. Unknown: NotFound. Deactivated:
+            InvalidRequest.
+        `lifetime`: How long the link works: more than zero, at most a day. Default: 15 minutes.
+        """
+        request = wire.request(
+            members_pb2.CreateSignInLinkRequest, person=person, lifetime=lifetime
+        )
+        response = await self._call(self._stub.CreateSignInLink, request, idempotent=False)
+        return response.url
+
 
 class BlockingAdminCalls(BlockingUnaryClient):
     """Blocking twins of `AsyncAdminCalls`."""
@@ -1507,6 +1522,7 @@ class BlockingAdminCalls(BlockingUnaryClient):
     update_person = blocking(AsyncAdminCalls.update_person)
     deactivate_person = blocking(AsyncAdminCalls.deactivate_person)
     reactivate_person = blocking(AsyncAdminCalls.reactivate_person)
+    create_sign_in_link = blocking(AsyncAdminCalls.create_sign_in_link)
 
 
 class AsyncBillingCalls(UnaryClient):

@@ -1,0 +1,580 @@
+"""Sign-in to the console: the flow with a provider, groups and roles, sessions, and forgeries."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import aiohttp
+import pytest
+import yaml
+from aiohttp import web
+from sqlalchemy import text
+
+from metering.tenants.invitations import accept_invitation, invite
+from metering.tenants.members import deactivate_person, find_person, memberships_of, remove_member
+from metering.tenants.sign_in import SessionTerms, begin_session, create_link
+from metering.tenants.tenants import rename_organization
+from tests.conftest import as_application, new_database
+from tests.e2e.test_console import missing_headers, reason_of
+from tests.issuer_double import ProviderDouble, provider
+from tests.service import PATIENCE_S, Service, Tenant, running
+
+NUMBERS = itertools.count()
+TESTS_MAX = 100
+URL = "http://127.0.0.1:1/console"
+SESSION, FLOW = "weir-session", "weir-sign-in"
+
+
+@dataclass
+class Browser:
+    """Browser at the console: it keeps cookies, and follows no redirects."""
+
+    http: aiohttp.ClientSession
+    service: Service
+    cookies: dict[str, str] = field(default_factory=dict)
+    csrf: str = ""
+    organization: str = ""
+
+    def url(self, path: str) -> str:
+        return f"{self.service.openai_url.removesuffix('/v1')}/console/{path}"
+
+    async def send(
+        self, method: str, path: str, headers: dict[str, str] | None = None, **options: Any
+    ) -> tuple[aiohttp.ClientResponse, Any]:
+        sent = dict(headers or {})
+        if self.cookies:
+            sent["cookie"] = "; ".join(f"{name}={value}" for name, value in self.cookies.items())
+        async with self.http.request(
+            method, self.url(path), headers=sent, allow_redirects=False, **options
+        ) as answer:
+            body = await answer.read()
+            for name, morsel in answer.cookies.items():
+                assert morsel["httponly"], "no page may read it"
+                assert morsel["path"] == "/"
+                if morsel["max-age"] == "0":
+                    self.cookies.pop(name, None)
+                else:
+                    self.cookies[name] = morsel.value
+            assert missing_headers(answer.headers) == {}
+            is_json = answer.content_type == "application/json"
+            return answer, json.loads(body) if is_json and body else body
+
+    async def call(self, name: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        """Make a call of the page."""
+        own = {"weir-csrf": self.csrf, "weir-organization": self.organization}
+        sent = {name: value for name, value in (own | headers).items() if value}
+        answer, found = await self.send("POST", f"api/{name}", sent, json=body or {})
+        return answer.status, found
+
+    async def session(self) -> Any:
+        """Read the session, and act in its first organization from now on."""
+        answer, found = await self.send("GET", "api/session")
+        if answer.status == 200 and found.get("csrf"):
+            self.csrf = found["csrf"]
+            self.organization = found["organizations"][0]["id"]
+        return found
+
+    async def start(self, double: ProviderDouble, route: str = "/usage") -> dict[str, str]:
+        """Go to the provider, and return its answer, which the browser is to take back."""
+        answer, _ = await self.send("GET", "sign-in/start/corp", params={"route": route})
+        assert answer.status == 303
+        address = urlsplit(answer.headers["location"])
+        assert address.path == "/authorize"
+        query = dict(parse_qsl(address.query))
+        assert query.pop("tenant") == "1"
+        return double.authorize(query)
+
+    async def finish(self, answer: dict[str, str]) -> str:
+        """Take an answer back; return where the browser is sent then."""
+        found, _ = await self.send("GET", "sign-in/callback", params=answer)
+        assert found.status == 303
+        location = found.headers["location"]
+        assert location.startswith(f"{URL}/#/")
+        return location.removeprefix(f"{URL}/#")
+
+    async def sign_in(self, double: ProviderDouble) -> str:
+        return await self.finish(await self.start(double))
+
+
+@dataclass
+class Site:
+    """Service with a provider, and browsers at it."""
+
+    service: Service
+    double: ProviderDouble
+    http: aiohttp.ClientSession
+    tenant: Tenant
+    number: int
+
+    @property
+    def organization(self) -> str:
+        return f"acme-{self.number}"
+
+    @property
+    def ann(self) -> dict[str, Any]:
+        """Claims of the provider about the person of this test."""
+        email = f"ann-{self.number}@example.com"
+        return {"sub": f"ann-{self.number}", "email": email, "email_verified": True, "name": "Ann"}
+
+    @property
+    def email(self) -> str:
+        return str(self.ann["email"])
+
+    def groups(self, *names: str) -> list[str]:
+        return [f"{name}-{self.number}" for name in names]
+
+    def browser(self) -> Browser:
+        return Browser(self.http, self.service)
+
+    async def join(self, role: str = "admin", email: str = "") -> uuid.UUID:
+        """Make a person a member, by an invitation; by default the one of this test."""
+        self.double.person = self.ann
+        async with self.service.session() as session:
+            _, token = await invite(
+                session,
+                organization=self.organization,
+                email=email or self.email,
+                role=role,
+                actor="test",
+            )
+            return (await accept_invitation(session, token=token)).member.person_id
+
+    async def entered(self, role: str = "admin") -> Browser:
+        """Return a browser of a signed-in member."""
+        await self.join(role)
+        browser = self.browser()
+        assert await browser.sign_in(self.double) == "/usage"
+        await browser.session()
+        return browser
+
+    async def roles(self) -> dict[str, str]:
+        async with self.service.session() as session:
+            person = await find_person(session, self.email)
+            return {
+                each.organization_name: each.role
+                for each in await memberships_of(session, person.id)
+            }
+
+
+@pytest.fixture(scope="module")
+def listening(
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    postgres_server: str,
+    template_database: str,
+) -> Iterator[tuple[Service, int]]:
+    """Yield a service, and the port at which it expects its provider."""
+    home = tmp_path_factory.mktemp("sign-in")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (home / "secret").write_text(f"{ProviderDouble.SECRET}\n")
+    rules = [
+        {"group": f"{group}-{number}", "organization": f"acme-{number}", "role": role}
+        for number in range(TESTS_MAX)
+        for group, role in (("owners", "owner"), ("devs", "developer"), ("ops", "operator"))
+    ]
+    corp = {
+        "issuer": f"http://127.0.0.1:{port}",
+        "client_id": ProviderDouble.CLIENT,
+        "client_secret_file": "secret",
+        "scopes": ["openid", "email", "groups"],
+        "groups": [*rules, {"group": "devs-0", "organization": "unknown", "role": "viewer"}],
+    }
+    file = home / "sign-in.yaml"
+    file.write_text(yaml.safe_dump({"url": URL, "providers": {"corp": corp}}))
+    with new_database(postgres_server, template=template_database) as url:
+        settings = {"sign_in": str(file), "auth_failures_per_minute": 0}
+        service = Service(home, url, model, **settings)
+        service.settings = service.settings.having(database_url=as_application(url))
+        with running(service):
+            yield service, port
+
+
+@pytest.fixture
+async def site(listening: tuple[Service, int]) -> AsyncIterator[Site]:
+    service, port = listening
+    async with (
+        provider(port) as double,
+        aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(PATIENCE_S), cookie_jar=aiohttp.DummyCookieJar()
+        ) as http,
+    ):
+        double.redirect_uri = f"{URL}/sign-in/callback"
+        tenant, number = await service.tenant(), next(NUMBERS)
+        async with service.session() as session:
+            await rename_organization(
+                session, organization=tenant.name, name=f"acme-{number}", actor="test"
+            )
+        yield Site(service, double, http, tenant, number)
+
+
+async def test_a_member_signs_in_and_acts_as_itself(site: Site) -> None:
+    browser = await site.entered()
+    session = await browser.session()
+    assert session["email"] == site.email
+    assert [each["role"] for each in session["organizations"]] == ["admin"]
+
+    body = {"project": str(site.tenant.project_id), "name": "made here"}
+    status, made = await browser.call("AdminService/CreateApiKey", body)
+
+    assert status == 200, made
+    async with site.service.session() as session:
+        row = (
+            await session.execute(
+                text(
+                    "SELECT a.actor_person_id = p.id AS is_ann, actor_role, actor_address"
+                    " FROM audit_log a, persons p WHERE a.action = 'api_key.create'"
+                    " AND p.email = :email AND a.after ->> 'name' = 'made here'"
+                ),
+                {"email": site.email},
+            )
+        ).one()
+    assert tuple(row) == (True, "admin", "127.0.0.1")
+
+
+async def test_a_call_by_cookie_needs_the_header_of_the_page(site: Site) -> None:
+    browser = await site.entered()
+    for wrong in ("", "0" * 64, "é"):
+        headers = {"weir-csrf": wrong, "weir-organization": browser.organization}
+        sent = {name: value for name, value in headers.items() if value}
+        answer, found = await browser.send("POST", "api/AdminService/ListApiKeys", sent, json={})
+        assert (answer.status, reason_of(found)) == (403, "PERMISSION_DENIED")
+    # What a form of another site can send: a cookie, and one of three content types
+    form = {"content-type": "text/plain", "weir-csrf": browser.csrf}
+    answer, found = await browser.send("POST", "api/sign-out", form, data=b"{}")
+    assert answer.status == 415
+    assert await browser.call("AdminService/ListApiKeys") != (401, None)
+    assert (await browser.call("AdminService/ListApiKeys"))[0] == 200
+
+
+async def test_a_session_acts_in_own_organizations_only(site: Site) -> None:
+    other = await site.service.tenant()
+    browser = await site.entered()
+    status, found = await browser.call(
+        "AdminService/ListApiKeys", **{"weir-organization": str(other.organization_id)}
+    )
+    assert (status, reason_of(found)) == (401, "UNAUTHENTICATED")
+    assert (await browser.call("AdminService/ListApiKeys", {"organization": other.name}))[0] == 404
+    for wrong in ("acme", "../x", ""):
+        assert (await browser.call("AdminService/ListApiKeys", **{"weir-organization": wrong}))[
+            0
+        ] in (200 if not wrong else 400, 400)
+
+
+Ending = Callable[[Site, Browser], Awaitable[None]]
+
+
+async def sign_out(site: Site, browser: Browser) -> None:
+    kept = dict(browser.cookies)
+    assert (await browser.call("sign-out"))[0] == 200
+    assert SESSION not in browser.cookies
+    browser.cookies = kept  # a copy of the cookie is worth nothing
+
+
+async def logout_by_provider(site: Site, browser: Browser) -> None:
+    assert await send_logout(site, browser, sub=None) == 200
+
+
+async def leave(site: Site, browser: Browser) -> None:
+    async with site.service.session() as session:
+        await remove_member(
+            session, organization=site.organization, member=site.email, actor="test"
+        )
+
+
+async def deactivate(site: Site, browser: Browser) -> None:
+    async with site.service.session() as session:
+        await deactivate_person(session, person=site.email, actor="test")
+
+
+async def expire(site: Site, browser: Browser) -> None:
+    await change_sessions(site, "expires_at = now()")
+
+
+async def idle(site: Site, browser: Browser) -> None:
+    await change_sessions(site, "last_used_at = now() - interval '61 minutes'")
+
+
+async def change_sessions(site: Site, change: str) -> None:
+    async with site.service.session() as session:
+        await session.execute(text(f"UPDATE sign_in_sessions SET {change}"))
+
+
+async def send_logout(site: Site, browser: Browser, **changes: Any) -> int:
+    """Send a logout token of the provider, and return the status of the answer."""
+    claims = {
+        "aud": ProviderDouble.CLIENT,
+        "events": {"http://schemas.openid.net/event/backchannel-logout": {}},
+    }
+    token = site.double.token({"typ": "logout+jwt"}, **(claims | changes))
+    answer, _ = await browser.send("POST", "sign-in/logout/corp", data={"logout_token": token})
+    return answer.status
+
+
+@pytest.mark.parametrize("end", [sign_out, logout_by_provider, leave, deactivate, expire, idle])
+async def test_a_session_that_ends_is_refused_at_once(site: Site, end: Ending) -> None:
+    browser = await site.entered()
+    assert (await browser.call("AdminService/ListApiKeys"))[0] == 200
+
+    await end(site, browser)
+
+    status, found = await browser.call("AdminService/ListApiKeys")
+    assert (status, reason_of(found)) == (401, "UNAUTHENTICATED")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"events": None},
+        {"events": {"other": {}}},
+        {"nonce": "n"},
+        {"aud": "another"},
+        {"iss": "https://evil.example"},
+        {"exp": 1},
+        {"sub": None, "sid": None},
+        {"sid": "another session"},
+        {"sub": "bob"},
+    ],
+    ids=str,
+)
+async def test_a_wrong_logout_token_ends_nothing(site: Site, changes: dict[str, Any]) -> None:
+    browser = await site.entered()
+    await send_logout(site, browser, **changes)
+    assert (await browser.call("AdminService/ListApiKeys"))[0] == 200
+
+
+async def test_groups_make_change_and_end_memberships(site: Site) -> None:
+    site.double.person = site.ann | {"groups": [*site.groups("devs"), "others"]}
+    assert await site.browser().sign_in(site.double) == "/usage"
+    assert await site.roles() == {site.organization: "developer"}
+
+    await site.join("owner", f"boss-{site.number}@example.com")
+    site.double.person = dict(site.double.person)
+    site.double.person["groups"] = site.groups(
+        "devs", "owners"
+    )  # the first rule of the file decides
+    await site.browser().sign_in(site.double)
+    assert await site.roles() == {site.organization: "owner"}
+
+    site.double.person["groups"] = site.groups("ops")
+    browser = site.browser()
+    await browser.sign_in(site.double)
+    assert await site.roles() == {site.organization: "operator"}
+    await browser.session()
+    assert (await browser.call("AdminService/ListLiveRequests"))[0] == 200
+
+    site.double.person["groups"] = []
+    assert (await site.browser().sign_in(site.double)).startswith("/sign-in?failed=not-a-member")
+    assert (await browser.call("AdminService/ListApiKeys"))[0] == 401
+
+
+async def test_the_last_owner_by_groups_stays(site: Site) -> None:
+    site.double.person = site.ann | {"groups": site.groups("owners")}
+    await site.browser().sign_in(site.double)
+    site.double.person["groups"] = []
+    assert await site.browser().sign_in(site.double) == "/usage"
+    assert await site.roles() == {site.organization: "owner"}
+
+
+async def test_groups_leave_memberships_by_invitation_alone(site: Site) -> None:
+    await site.join("finance")
+    site.double.person["groups"] = site.groups("devs")
+    await site.browser().sign_in(site.double)
+    assert await site.roles() == {site.organization: "finance"}
+
+
+@pytest.mark.parametrize(
+    ("person", "why"),
+    [
+        ({"email": "eve@example.com", "email_verified": True}, "not-a-member"),
+        ({"email": "ann-0@example.com", "email_verified": False}, "email-unverified"),
+        ({"email": "ann-0@example.com"}, "email-unverified"),
+        ({}, "email-unverified"),
+        ({"email": "not an address", "email_verified": True}, "email-unverified"),
+        ({"email": ["ann-0@example.com"], "email_verified": True}, "email-unverified"),
+    ],
+    ids=str,
+)
+async def test_an_unknown_person_is_not_let_in(
+    site: Site, person: dict[str, Any], why: str
+) -> None:
+    await site.join()
+    site.double.person = {"sub": f"eve-{site.number}"} | person
+    browser = site.browser()
+    assert (await browser.sign_in(site.double)).startswith(f"/sign-in?failed={why}&number=")
+    assert SESSION not in browser.cookies
+
+
+async def test_another_subject_with_the_address_of_a_member_is_refused(site: Site) -> None:
+    await site.entered()
+    site.double.person["sub"] = "someone else"
+    browser = site.browser()
+    assert (await browser.sign_in(site.double)).startswith("/sign-in?failed=other-identity")
+    site.double.person |= {
+        "sub": f"ann-{site.number}",
+        "email": "new@example.com",
+    }  # the subject counts
+    assert await browser.sign_in(site.double) == "/usage"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"nonce": "another"},
+        {"nonce": None},
+        {"aud": "another"},
+        {"aud": [ProviderDouble.CLIENT, "another"]},
+        {"iss": "https://evil.example"},
+        {"exp": 1},
+        {"iat": int(time.time()) + 3600},
+        {"sub": None},
+        {"events": {}},
+    ],
+    ids=str,
+)
+async def test_a_wrong_id_token_lets_nobody_in(site: Site, changes: dict[str, Any]) -> None:
+    await site.join()
+    site.double.token_changes = changes
+    browser = site.browser()
+    assert (await browser.sign_in(site.double)).startswith("/sign-in?failed=invalid")
+    assert SESSION not in browser.cookies
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"state": "another"}, "expired"),
+        ({"state": ""}, "expired"),
+        ({"iss": "https://evil.example"}, "invalid"),
+        ({"iss": ""}, "invalid"),
+        ({"code": ""}, "invalid"),
+        ({"code": "code-99"}, "unavailable"),
+        ({"error": "access_denied"}, "cancelled"),
+        ({"error": "server_error", "error_description": "<b>x</b>"}, "invalid"),
+    ],
+    ids=str,
+)
+async def test_a_wrong_answer_of_the_browser_is_refused(
+    site: Site, changes: dict[str, str], why: str
+) -> None:
+    await site.join()
+    browser = site.browser()
+    answer = await browser.start(site.double)
+    assert (await browser.finish(answer | changes)).startswith(f"/sign-in?failed={why}&number=")
+    assert SESSION not in browser.cookies
+
+
+async def test_an_answer_counts_in_its_own_browser_only_and_once(site: Site) -> None:
+    """A page of an attacker cannot sign a victim in as the attacker."""
+    await site.join()
+    attacker, victim = site.browser(), site.browser()
+    answer = await attacker.start(site.double)
+    assert (await victim.finish(answer)).startswith("/sign-in?failed=expired")
+    await victim.start(site.double)
+    assert (await victim.finish(answer)).startswith("/sign-in?failed=expired")
+    kept = dict(attacker.cookies)
+    assert await attacker.finish(answer) == "/usage"
+    attacker.cookies = kept
+    assert (await attacker.finish(answer)).startswith("/sign-in?failed=unavailable")
+
+
+@pytest.mark.parametrize(
+    "route", ["//evil.example", "https://evil.example", "/\r\nset-cookie: x=1", "x", "/<b>", "/#"]
+)
+async def test_a_sign_in_leads_to_no_other_site(site: Site, route: str) -> None:
+    await site.join()
+    browser = site.browser()
+    location = await browser.finish(await browser.start(site.double, route))
+    assert location == ("//evil.example" if route == "//evil.example" else "/")  # after the `#`
+
+
+async def test_a_provider_that_is_down_or_lies_lets_nobody_in(site: Site) -> None:
+    await site.join()
+    browser = site.browser()
+    answer = await browser.start(site.double)
+
+    async def away(_: Any) -> web.Response:
+        return web.Response(status=500)
+
+    site.double.answer = away
+    assert (await browser.finish(answer)).startswith("/sign-in?failed=unavailable")
+    site.double.answer = None
+    # Keys of another signer: those that the provider publishes do not verify its tokens
+    site.double.signing, published = site.double.published[0], site.double.published
+    site.double.rotate("unpublished", keeps=True)
+    site.double.published = published
+    assert (await browser.sign_in(site.double)).startswith("/sign-in?failed=invalid")
+
+
+async def test_a_new_sign_in_replaces_a_session_that_was_planted(site: Site) -> None:
+    """The secret of a session is never one that the browser brought."""
+    await site.join()
+    browser = site.browser()
+    browser.cookies[SESSION] = planted = "ws_" + "A" * 43
+    await browser.sign_in(site.double)
+    assert browser.cookies[SESSION] != planted
+
+
+async def test_a_link_signs_in_once(site: Site) -> None:
+    await site.join()
+    async with site.service.session() as session:
+        link = await create_link(session, await find_person(session, site.email), actor="test")
+    browsers = [site.browser() for _ in range(5)]
+    answers = await asyncio.gather(*(each.call("link", {"secret": link}) for each in browsers))
+    assert sorted(status for status, _ in answers) == [200, 401, 401, 401, 401]
+    [winner] = [each for each in browsers if SESSION in each.cookies]
+    assert (await winner.session())["email"] == site.email
+    async with site.service.session() as session:
+        late = await create_link(session, await find_person(session, site.email), actor="test")
+        await session.execute(text("UPDATE sign_in_links SET expires_at = now()"))
+    assert (await site.browser().call("link", {"secret": late}))[0] == 401
+    for wrong in ({}, {"secret": 5}, {"secret": ""}, {"secret": "wl_x"}):
+        assert (await site.browser().call("link", wrong))[0] in (400, 401)
+
+
+async def test_an_invitation_signs_in(site: Site) -> None:
+    async with site.service.session() as session:
+        _, token = await invite(
+            session, organization=site.organization, email=site.email, role="viewer", actor="test"
+        )
+    browser = site.browser()
+    assert (await browser.call("invitation", {"token": token, "displayName": "Ann"}))[0] == 200
+    session_ = await browser.session()
+    assert (session_["displayName"], session_["organizations"][0]["role"]) == ("Ann", "viewer")
+    status, found = await site.browser().call("invitation", {"token": token})
+    assert (status, reason_of(found)) == (401, "INVITATION_INVALID")
+
+
+async def test_a_person_has_twenty_sessions_at_most(site: Site) -> None:
+    browser = await site.entered()
+    async with site.service.session() as session:
+        person_id = (await find_person(session, site.email)).id
+        for _ in range(20):
+            await begin_session(
+                session, person_id, SessionTerms(timedelta(hours=1), timedelta(hours=1))
+            )
+    assert (await browser.call("AdminService/ListApiKeys"))[0] == 401
+
+
+async def test_use_keeps_a_session(site: Site) -> None:
+    browser = await site.entered()
+    await change_sessions(site, "last_used_at = now() - interval '59 minutes'")
+    assert (await browser.call("AdminService/ListApiKeys"))[0] == 200
+    [row] = site.service.database.rows(
+        "SELECT now() - last_used_at < interval '1 minute' AS is_noted FROM sign_in_sessions s"
+        " JOIN persons p ON p.id = s.person_id WHERE email = %s",
+        site.email,
+    )
+    assert row["is_noted"]
