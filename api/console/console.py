@@ -27,6 +27,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from api.access.auth import Authenticator
 from api.access.permissions import ROLES_OF
+from api.access.roles import is_operator
 from api.core.addresses import FORWARDED_FOR
 from api.core.errors import FieldViolation, InvalidRequest, MessageUnreadable
 from api.core.interceptor import Failed, guarded, writing
@@ -40,7 +41,7 @@ STATIC = Path(__file__).resolve().parent / "static"
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
-    ".mjs": "text/javascript; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
 
@@ -70,8 +71,15 @@ FORWARDED_HEADERS = ("authorization", "traceparent", "tracestate", FORWARDED_FOR
 Write = Callable[[Message], Awaitable[None]]
 OFFERED: Mapping[str, tuple[str, ...]] = {
     "AdminService": (
-        *("ListOrganizations", "ListApiKeys", "ListQuotas", "ListAuditEntries"),
-        *("ListLiveRequests", "ListReplicas", "GetRequest", "KillRequest"),
+        *("ListOrganizations", "CreateOrganization", "UpdateOrganization"),
+        *("SuspendOrganization", "ResumeOrganization"),
+        *("ListProjects", "CreateProject", "UpdateProject", "SuspendProject", "ResumeProject"),
+        *("ListApiKeys", "CreateApiKey", "UpdateApiKey", "RotateApiKey", "RevokeApiKey"),
+        *("ListQuotas", "SetQuota", "OverrideQuota", "DeleteQuota"),
+        *("ListPrices", "ListPlans", "ListCreditGrants", "GetCreditBalance"),
+        *("ListAlertWebhooks", "SetAlertWebhook", "TestAlertWebhook", "DeleteAlertWebhook"),
+        *("ListReplicas", "DrainReplica", "UndrainReplica"),
+        *("ListLiveRequests", "GetRequest", "KillRequest", "ListAuditEntries"),
     ),
     "BillingService": (
         *("GetUsage", "GetForecast", "ExportMonth"),
@@ -324,6 +332,7 @@ class Console:
             "organizationId": str(principal.organization_id),
             "currencyCode": principal.currency_code,
             "scopes": sorted(principal.scopes),
+            "isOperator": is_operator(principal),
             "calls": [
                 name
                 for name, call in self._calls.items()
