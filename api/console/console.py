@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gzip
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -113,9 +114,13 @@ FAULT_CODES = {
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """Static file. `etag` is the value of its ETag header, a hash of the content."""
+    """Static file. `etag` is the value of its ETag header, a hash of the content.
+
+    `packed` is the content compressed by gzip, for browsers that accept it.
+    """
 
     content: bytes
+    packed: bytes
     media_type: str
     etag: str
 
@@ -126,13 +131,16 @@ class PageFile:
             "cache-control": "no-cache",
             "etag": self.etag,
             "content-type": self.media_type,
+            "vary": "accept-encoding",
         }
         if any(
-            each.value == self.etag.strip('"') or each.value == "*"
+            each.value == self.etag.removeprefix("W/").strip('"') or each.value == "*"
             for each in request.if_none_match or ()
         ):
             return web.Response(status=304, headers=headers)
-        return web.Response(body=self.content, headers=headers)
+        if "gzip" not in request.headers.get("accept-encoding", ""):
+            return web.Response(body=self.content, headers=headers)
+        return web.Response(body=self.packed, headers=headers | {"content-encoding": "gzip"})
 
 
 def read_files(directory: Path = STATIC) -> dict[str, PageFile]:
@@ -140,9 +148,9 @@ def read_files(directory: Path = STATIC) -> dict[str, PageFile]:
     files = {}
     for path in (path for path in directory.iterdir() if path.suffix in MEDIA_TYPES):
         content = path.read_bytes()
-        files[path.name] = PageFile(
-            content, MEDIA_TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-        )
+        etag = f'W/"{hashlib.sha256(content).hexdigest()[:32]}"'  # of both encodings
+        packed = gzip.compress(content, mtime=0)
+        files[path.name] = PageFile(content, packed, MEDIA_TYPES[path.suffix], etag)
     return files | {"": files["index.html"]}
 
 

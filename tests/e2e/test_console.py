@@ -97,7 +97,11 @@ async def test_files_have_security_headers(service: Service, http: aiohttp.Clien
                 again.headers["content-type"],
             )
         async with http.head(console_url(service, name)) as head:
-            length = int(head.headers["content-length"])
+            packed = int(head.headers["content-length"])
+        plainly = {"accept-encoding": "identity"}
+        async with http.get(console_url(service, name), headers=plainly) as plain:
+            length = int(plain.headers["content-length"])
+            assert "content-encoding" not in plain.headers
 
         assert content == file.content
         assert missing_headers(found) == {}
@@ -106,7 +110,8 @@ async def test_files_have_security_headers(service: Service, http: aiohttp.Clien
         assert "set-cookie" not in found
         assert not {each for each in found if each.lower().startswith("access-control")}
         assert unchanged == (b"", 304, {}, file.media_type)
-        assert length == len(content)
+        assert found["content-encoding"] == "gzip"
+        assert (length, packed) == (len(content), len(file.packed))
     policy = HEADERS["content-security-policy"].split("; ")
     assert {
         "default-src 'none'",
