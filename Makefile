@@ -10,11 +10,11 @@ PYTEST := $(BIN)/python -m pytest
 # One more than there are cores: the slowest tests wait for processes that they start, kill and drain.
 WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 SPREAD := --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-CHECKS := format-check lint types proto-check migrations-check architecture prose reference-check commits-check
+CHECKS := format-check lint types proto-check migrations-check architecture prose reference-check console-check commits-check
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev docs demo test test-fast test-faults test-clients test-peers test-images check checks $(CHECKS) fmt reference proto proto-baseline migration lock dist dist-check release-rehearsal clean
+.PHONY: help setup setup-dev docs demo test test-fast test-faults test-clients test-peers test-images check checks $(CHECKS) fmt reference console proto proto-baseline migration lock dist dist-check release-rehearsal clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ migrations-check: setup-dev ## up, down and up again on a real PostgreSQL; model
 architecture: setup-dev ## who may import whom, and the other rules of tests/test_architecture.py
 	@$(PYTEST) --quiet tests/test_architecture.py
 
+console-check: setup-dev ## the page of the console: format, types, and the bytes that its source builds
+	@$(BIN)/python -m infra.console_page --check
+
 commits-check: setup-dev ## the messages of the commits since the newest tag or since the branch began
 	@$(BIN)/python -m infra.check_commits
 
@@ -97,6 +100,9 @@ fmt: setup-dev ## bring Python and proto files into their one format
 
 reference: setup-dev ## write the generated parts of docs/
 	@$(BIN)/python -m infra.reference --write
+
+console: setup-dev ## build the page of the console into api/console/static
+	@$(BIN)/python -m infra.console_page --build
 
 proto: setup-dev ## generate the Python code of the contract and of its clients
 	@$(BIN)/python -m infra.generate_proto
@@ -124,7 +130,7 @@ docs: $(VENV)/.installed-docs ## build the documentation into build/docs; links 
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build
 
 clean: ## remove the virtual environment, the demo's data and all caches
-	rm -rf $(VENV) .weir build sdk/python/build dist *.egg-info sdk/python/src/*.egg-info sdk/typescript/node_modules sdk/typescript/dist sdk/typescript/src/gen .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .weir build sdk/python/build dist *.egg-info sdk/python/src/*.egg-info sdk/typescript/node_modules console/node_modules console/src/gen sdk/typescript/dist sdk/typescript/src/gen .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # A stamp is written after its install has succeeded, so an interrupted one is simply done again.
@@ -132,9 +138,10 @@ $(VENV)/.installed: $(LOCK) pyproject.toml sdk/python/pyproject.toml
 	@$(PYTHON) -m infra.install $(VENV) --pip $(PIP_VERSION)
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed sdk/typescript/package-lock.json
+$(VENV)/.installed-dev: $(VENV)/.installed sdk/typescript/package-lock.json console/package-lock.json
 	@$(PYTHON) -m infra.install $(VENV) --pip $(PIP_VERSION) --dev
 	@$(BIN)/python -m infra.typescript_sdk --install
+	@$(BIN)/python -m infra.console_page --install
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed-dev requirements/docs.txt

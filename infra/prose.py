@@ -34,6 +34,7 @@ EXEMPT = (
     "LICENSE",
     "requirements/",
     "sdk/typescript/package-lock.json",
+    "console/package-lock.json",
 )
 LINED = (".py", ".md", ".proto", ".ts", ".toml")  # files whose lines have a limit
 

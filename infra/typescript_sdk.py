@@ -25,11 +25,11 @@ CONTRACT = sorted(path.relative_to(PROTO).as_posix() for path in PROTO.glob("wei
 ERRORS = ("google/rpc/error_details.proto", "google/rpc/status.proto")
 
 
-def missing() -> str | None:
-    """Find the reason why the client cannot be built here; None if it can."""
+def missing(project: Path = SDK) -> str | None:
+    """Find the reason why a project of npm cannot be built here; None if it can."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         return "Node.js with npm is not installed"
-    if not (SDK / "node_modules" / ".bin" / "tsc").exists():
+    if not (project / "node_modules" / ".bin" / "tsc").exists():
         return (
             "its packages are not installed: run make setup-dev where the npm registry can be"
             " reached"
@@ -37,17 +37,17 @@ def missing() -> str | None:
     return None
 
 
-def install() -> None:
+def install(project: Path = SDK) -> None:
     """Install the packages of the lock file. Without Node or a registry, print so and return."""
     if shutil.which("npm") is None:
-        print("TypeScript client: Node.js with npm is not installed, so it is not set up")
+        print(f"{project.name}: Node.js with npm is not installed, so it is not set up")
         return
     done = subprocess.run(
-        ["npm", "ci", "--ignore-scripts", "--silent"], cwd=SDK, capture_output=True, text=True
+        ["npm", "ci", "--ignore-scripts", "--silent"], cwd=project, capture_output=True, text=True
     )
     if done.returncode != 0:
         print(
-            "TypeScript client: npm could not install its packages, so it is not set"
+            f"{project.name}: npm could not install its packages, so it is not set"
             f" up:\n{done.stderr[-2000:]}"
         )
 

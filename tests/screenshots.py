@@ -41,7 +41,7 @@ from tests.metering.usage import Consumed, Customer, add_usage
 from tests.service import wait_for
 
 PICTURES = ROOT / "docs" / "screenshots"
-WIDTH, HEIGHT = 1100, 740  # pixels of a page of the console
+WIDTH, HEIGHT = 1280, 800  # pixels of a page of the console
 ERASED = re.compile(r"[^\n]*\n?\r?(?:\x1b\[1A)?\x1b\[2K")  # status that a command has erased
 COLUMNS = 112  # of the terminal
 CUSTOMERS = ("acme", "hotel-search", "nordwind")
@@ -53,6 +53,7 @@ PAGES = {
     "usage": ("By day", "#/usage?org=hotel-search"),
     "limits": ("0.01", "#/limits?org=hotel-search"),
     "end-users": ("zoe", "#/end-users?org=hotel-search"),
+    "keys": ("copilot", "#/keys?org=hotel-search"),
 }
 END_USERS = ("alice", "bob", "li.wei", "maria@example.com", "team-berlin", "tenant/0042", "zoe")
 TERMINAL = """<body style="margin:0;background:#0c1021;display:inline-block"><pre style="margin:0;
@@ -186,6 +187,10 @@ class Browser:
     async def show(self, url: str, shown: str) -> None:
         """Open an address and wait until the page has a text."""
         await self.call("Page.navigate", url=url)
+        await self.wait_for(shown)
+
+    async def wait_for(self, shown: str) -> None:
+        """Wait until the page has a text."""
         async with asyncio.timeout(READY_S):
             while True:
                 if shown in (await self.value("document.body?.innerText") or ""):
@@ -242,6 +247,16 @@ async def take_console(browser: Browser, url: str, key: str) -> None:
         await browser.show("about:blank", "")
         await browser.show(url + index, shown)
         await browser.picture(name, WIDTH, HEIGHT)
+    await take_playground(browser, url)
+
+
+async def take_playground(browser: Browser, url: str) -> None:
+    """Take a picture of a chat that has ended, with its cost."""
+    await browser.show("about:blank", "")
+    await browser.show(f"{url}#/playground", "Send")
+    await browser.value("document.querySelector('form.playground [type=submit]').click()")
+    await browser.wait_for("exact, as billed")
+    await browser.picture("playground", WIDTH, HEIGHT + 100)
 
 
 async def take_terminal(browser: Browser, name: str, output: str) -> None:

@@ -175,7 +175,7 @@ def test_a_model_shows_the_price_of_every_kind_of_token(kind: TokenKind) -> None
     assert getattr(read(Price, model.price), name) == 7
     typescript = (ROOT / "sdk/typescript/src/generated_values.ts").read_text()
     assert re.search(rf"\b{camel(name)}\b", typescript)
-    assert camel(name) in (ROOT / "api/console/static/overview.mjs").read_text()
+    assert camel(name) in (ROOT / "console/src/pages/overview.tsx").read_text()
 
 
 def camel(name: str) -> str:

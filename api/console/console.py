@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gzip
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -27,6 +28,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from api.access.auth import Authenticator
 from api.access.permissions import ROLES_OF
+from api.access.roles import is_operator
 from api.console.sign_in import ORGANIZATION_HEADER, PAGES, SignIn, csrf_of
 from api.core.addresses import FORWARDED_FOR
 from api.core.errors import FieldViolation, InvalidRequest, MessageUnreadable
@@ -41,7 +43,7 @@ STATIC = Path(__file__).resolve().parent / "static"
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
-    ".mjs": "text/javascript; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
 
@@ -71,8 +73,15 @@ FORWARDED_HEADERS = ("authorization", "traceparent", "tracestate", FORWARDED_FOR
 Write = Callable[[Message], Awaitable[None]]
 OFFERED: Mapping[str, tuple[str, ...]] = {
     "AdminService": (
-        *("ListOrganizations", "ListApiKeys", "ListQuotas", "ListAuditEntries"),
-        *("ListLiveRequests", "ListReplicas", "GetRequest", "KillRequest"),
+        *("ListOrganizations", "CreateOrganization", "UpdateOrganization"),
+        *("SuspendOrganization", "ResumeOrganization"),
+        *("ListProjects", "CreateProject", "UpdateProject", "SuspendProject", "ResumeProject"),
+        *("ListApiKeys", "CreateApiKey", "UpdateApiKey", "RotateApiKey", "RevokeApiKey"),
+        *("ListQuotas", "SetQuota", "OverrideQuota", "DeleteQuota"),
+        *("ListPrices", "ListPlans", "ListCreditGrants", "GetCreditBalance"),
+        *("ListAlertWebhooks", "SetAlertWebhook", "TestAlertWebhook", "DeleteAlertWebhook"),
+        *("ListReplicas", "DrainReplica", "UndrainReplica"),
+        *("ListLiveRequests", "GetRequest", "KillRequest", "ListAuditEntries"),
     ),
     "BillingService": (
         *("GetUsage", "GetForecast", "ExportMonth"),
@@ -107,9 +116,13 @@ FAULT_CODES = {
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """Static file. `etag` is the value of its ETag header, a hash of the content."""
+    """Static file. `etag` is the value of its ETag header, a hash of the content.
+
+    `packed` is the content compressed by gzip, for browsers that accept it.
+    """
 
     content: bytes
+    packed: bytes
     media_type: str
     etag: str
 
@@ -120,13 +133,16 @@ class PageFile:
             "cache-control": "no-cache",
             "etag": self.etag,
             "content-type": self.media_type,
+            "vary": "accept-encoding",
         }
         if any(
-            each.value == self.etag.strip('"') or each.value == "*"
+            each.value == self.etag.removeprefix("W/").strip('"') or each.value == "*"
             for each in request.if_none_match or ()
         ):
             return web.Response(status=304, headers=headers)
-        return web.Response(body=self.content, headers=headers)
+        if "gzip" not in request.headers.get("accept-encoding", ""):
+            return web.Response(body=self.content, headers=headers)
+        return web.Response(body=self.packed, headers=headers | {"content-encoding": "gzip"})
 
 
 def read_files(directory: Path = STATIC) -> dict[str, PageFile]:
@@ -134,9 +150,9 @@ def read_files(directory: Path = STATIC) -> dict[str, PageFile]:
     files = {}
     for path in (path for path in directory.iterdir() if path.suffix in MEDIA_TYPES):
         content = path.read_bytes()
-        files[path.name] = PageFile(
-            content, MEDIA_TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-        )
+        etag = f'W/"{hashlib.sha256(content).hexdigest()[:32]}"'  # of both encodings
+        packed = gzip.compress(content, mtime=0)
+        files[path.name] = PageFile(content, packed, MEDIA_TYPES[path.suffix], etag)
     return files | {"": files["index.html"]}
 
 
@@ -398,6 +414,7 @@ class Console:
             "organizationId": str(principal.organization_id),
             "currencyCode": principal.currency_code,
             "scopes": sorted(principal.scopes),
+            "isOperator": is_operator(principal),
             "calls": [
                 name
                 for name, call in self._calls.items()

@@ -56,8 +56,9 @@ class CancelCommand:
     `allowed_networks` are cancelled (an empty tuple allows all networks), and those that used a
     secret whose hash is in `ended_secrets`. `owner_id` names an organization or project: all its
     requests are cancelled if it was suspended, by the operator or not; with
-    `suspended_by_operator` None it was resumed, with `closes` it was closed for good. With `bound_region`, an organization was bound to
-    that region instead, or to none if it is empty: requests elsewhere are cancelled.
+    `suspended_by_operator` None it was resumed, with `closes` it was closed for good. With
+    `bound_region`, an organization was bound to that region instead, or to none if it is empty:
+    requests elsewhere are cancelled.
     """
 
     command_id: int

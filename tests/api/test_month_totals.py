@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import re
-import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator, Mapping
@@ -28,6 +27,7 @@ from weir_client import MonthReport as ShownReport
 from weir_client import wire
 
 from api.admin.billing_service import invoice_message, report_message
+from infra import console_page
 from metering.core.models import ServiceTier, TokenKind, record_of
 from metering.core.money import minor_unit
 from metering.invoicing.invoice_document import invoice_document
@@ -44,6 +44,7 @@ from metering.invoicing.month_report import (
 )
 from metering.plans.plans import LineKind, PlanLine
 from tests.metering.closing_world import ISSUER
+from tests.node import node_of
 
 NUMBER = r"[-−]?[\d,]+(?:\.\d+)?"
 TERMINAL_COLUMNS = 80
@@ -236,10 +237,10 @@ def invoice_of(report: MonthReport) -> Invoice:
 
 
 class Console:
-    """The console's module of the page, in Node.js."""
+    """The module of the console's month page, in Node.js."""
 
-    def __init__(self, node: str) -> None:
-        script = Path(__file__).with_name("month_rows.mjs")
+    def __init__(self, script: Path) -> None:
+        node = node_of(console_page.missing())
         self.process = subprocess.Popen(
             [node, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -267,10 +268,11 @@ class Console:
 
 
 @pytest.fixture(scope="module")
-def console() -> Iterator[Console]:
-    if (node := shutil.which("node")) is None:
-        pytest.skip("Node.js is not installed")
-    console = Console(node)
+def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
+    node_of(console_page.missing())
+    bundles = tmp_path_factory.mktemp("console")
+    console_page.build_tests(bundles)
+    console = Console(bundles / "shown.mjs")
     yield console
     console.process.communicate()
 

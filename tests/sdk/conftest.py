@@ -6,7 +6,6 @@ Tests of both clients and their documentation share the servers; each test has i
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from metering.pricing.prices import PriceTerms, set_price
 from tests.conftest import new_database
 from tests.inference.encoder_checkpoints import make_random_encoder
 from tests.inference.tool_checkpoints import make_tool_checkpoint
+from tests.node import node_of
 from tests.service import MODEL, Service, SharedServices, make_model, price_model, running, wait_for
 
 ENCODER = "encoder"
@@ -112,10 +112,7 @@ def alive(service: Service) -> Service:
 @pytest.fixture(scope="session")
 def built() -> Path:
     """Return the directory of the compiled TypeScript client."""
-    if (why := typescript_sdk.missing()) is not None:
-        if os.environ.get("WEIR_REQUIRE_NODE"):
-            pytest.fail(why)
-        pytest.skip(why)
+    node_of(typescript_sdk.missing())
     typescript_sdk.build()
     return typescript_sdk.SDK / "dist"
 

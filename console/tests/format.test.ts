@@ -1,9 +1,12 @@
-// What the console shows of numbers, money and times, to the character. Run by tests/api/test_console_page.py.
+// Numbers, money and times as the console shows them, to the character.
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { ticks } from "../../api/console/static/chart.mjs";
-import * as format from "../../api/console/static/format.mjs";
+import { chatPart } from "../src/client.js";
+import * as format from "../src/format.js";
+import { digits, exactly, listed, timeOf } from "../src/parts/actions.js";
+import { stacks, ticks } from "../src/parts/charts.js";
+import { snippet } from "../src/snippets.js";
 
 test("counts are grouped, and a missing number is zero", () => {
   assert.equal(format.count("9223372036854775807"), "9,223,372,036,854,775,807");
@@ -13,8 +16,15 @@ test("counts are grouped, and a missing number is zero", () => {
 });
 
 test("money is exact to the pico, with its sign", () => {
-  const usd = (units, picos) => ({ currencyCode: "USD", units, picos });
-  assert.equal(format.money(usd("9007199254740993", "1")), "9,007,199,254,740,993.000000000001 USD");
+  const usd = (units?: string, picos?: string) => ({
+    currencyCode: "USD",
+    ...(units ? { units } : {}),
+    ...(picos ? { picos } : {}),
+  });
+  assert.equal(
+    format.money(usd("9007199254740993", "1")),
+    "9,007,199,254,740,993.000000000001 USD",
+  );
   assert.equal(format.money(usd("0", "7050000")), "0.00000705 USD");
   assert.equal(format.money(usd(undefined, "-500000000000")), "\u22120.50 USD");
   assert.equal(format.money(usd("-1", "-500000000000")), "\u22121.50 USD");
@@ -23,9 +33,18 @@ test("money is exact to the pico, with its sign", () => {
 });
 
 test("an amount has at least the decimals of its currency", () => {
-  for (const [currencyCode, whole, fine] of [["JPY", "5", "5.25"], ["USD", "5.00", "5.25"], ["KWD", "5.000", "5.250"], ["CLF", "5.0000", "5.2500"]]) {
+  const all: [string, string, string][] = [
+    ["JPY", "5", "5.25"],
+    ["USD", "5.00", "5.25"],
+    ["KWD", "5.000", "5.250"],
+    ["CLF", "5.0000", "5.2500"],
+  ];
+  for (const [currencyCode, whole, fine] of all) {
     assert.equal(format.money({ currencyCode, units: "5" }), `${whole} ${currencyCode}`);
-    assert.equal(format.money({ currencyCode, units: "5", picos: "250000000000" }), `${fine} ${currencyCode}`);
+    assert.equal(
+      format.money({ currencyCode, units: "5", picos: "250000000000" }),
+      `${fine} ${currencyCode}`,
+    );
     assert.equal(format.amount(format.sumOf([undefined, { currencyCode, units: "5" }])), whole);
     assert.equal(format.amount(format.negated({ currencyCode, units: "-5" })), whole);
   }
@@ -41,7 +60,10 @@ test("limits of money are in units of the currency, others are whole numbers", (
   assert.equal(format.limitValue("QUOTA_DIMENSION_COST_PICOS_PER_MONTH", "5000000000000"), "5.00");
   assert.equal(format.limitValue("QUOTA_DIMENSION_TOKENS_PER_DAY", "5000"), "5,000");
   assert.equal(format.dimensionWords("QUOTA_DIMENSION_COST_PICOS_PER_MONTH"), "cost per month");
-  assert.equal(format.dimensionWords("QUOTA_DIMENSION_TOKENS_PER_WINDOW", 300), "tokens in any 300 minutes");
+  assert.equal(
+    format.dimensionWords("QUOTA_DIMENSION_TOKENS_PER_WINDOW", 300),
+    "tokens in any 300 minutes",
+  );
   assert.equal(format.dimensionWords("QUOTA_DIMENSION_COST_PICOS_PER_LIFETIME"), "cost in total");
 });
 
@@ -79,7 +101,12 @@ test("foreign text cannot hide or turn", () => {
 });
 
 test("emoji may be joined, and nothing else", () => {
-  for (const family of ["\u{1f469}\u200d\u{1f467}", "\u{1f469}\u{1f3fd}\u200d\u2695\ufe0f", "\u2764\ufe0f\u200d\u{1f525}"]) assert.equal(format.plain(family), family);
+  for (const family of [
+    "\u{1f469}\u200d\u{1f467}",
+    "\u{1f469}\u{1f3fd}\u200d\u2695\ufe0f",
+    "\u2764\ufe0f\u200d\u{1f525}",
+  ])
+    assert.equal(format.plain(family), family);
   assert.equal(format.plain("al\u200dice\u200d"), "al\ufffdice\ufffd");
   assert.equal(format.plain("\u{1f469}\u200dx"), "\u{1f469}\ufffdx");
 });
@@ -97,22 +124,41 @@ test("a share of a limit is rounded down, and exact", () => {
 });
 
 test("who cannot be reached is asked less often, up to a minute", () => {
-  assert.deepEqual([0, 1, 2, 5, 99].map((failures) => format.backedOff(2000, failures)), [2000, 4000, 8000, 60000, 60000]);
+  assert.deepEqual(
+    [0, 1, 2, 5, 99].map((failures) => format.backedOff(2000, failures)),
+    [2000, 4000, 8000, 60000, 60000],
+  );
 });
 
 test("a column of amounts has the decimals of its finest", () => {
-  const usd = (units, picos) => ({ currencyCode: "USD", units, picos });
-  assert.equal(format.amountPlaces([usd("1"), usd("0", "7050000"), undefined, usd("0", "-500000000000")]), 8);
+  const usd = (units?: string, picos?: string) => ({
+    currencyCode: "USD",
+    ...(units ? { units } : {}),
+    ...(picos ? { picos } : {}),
+  });
+  assert.equal(
+    format.amountPlaces([usd("1"), usd("0", "7050000"), undefined, usd("0", "-500000000000")]),
+    8,
+  );
   assert.equal(format.amount(usd("1"), 8), "1.00000000");
   assert.equal(format.amountPlaces([]), 2);
 });
 
 test("an axis has round marks, from 0 to at least the largest value", () => {
-  const marks = (most) => ticks(BigInt(most)).map(Number);
-  assert.deepEqual([0, 1, 4, 5, 9, 41, 1000].map(marks), [[0], [0, 1], [0, 1, 2, 3, 4], [0, 2, 4, 6], [0, 5, 10], [0, 20, 40, 60], [0, 500, 1000]]);
+  const marks = (most: number) => ticks(BigInt(most)).map(Number);
+  assert.deepEqual([0, 1, 4, 5, 9, 41, 1000].map(marks), [
+    [0],
+    [0, 1],
+    [0, 1, 2, 3, 4],
+    [0, 2, 4, 6],
+    [0, 5, 10],
+    [0, 20, 40, 60],
+    [0, 500, 1000],
+  ]);
   for (const digits of [1, 6, 12, 30]) {
-    const most = BigInt("7".repeat(digits)), found = ticks(most);
-    assert.ok(found.length <= 5 && found.at(-1) >= most && found.at(-2) < most);
+    const most = BigInt("7".repeat(digits)),
+      found = ticks(most);
+    assert.ok(found.length <= 5 && found.at(-1)! >= most && found.at(-2)! < most);
   }
 });
 
@@ -124,6 +170,73 @@ test("a cost at a glance is rounded, and exact near zero", () => {
 });
 
 test("days run from one to another over the ends of months", () => {
-  assert.deepEqual(format.daysBetween("2028-02-28", "2028-03-01"), ["2028-02-28", "2028-02-29", "2028-03-01"]);
+  assert.deepEqual(format.daysBetween("2028-02-28", "2028-03-01"), [
+    "2028-02-28",
+    "2028-02-29",
+    "2028-03-01",
+  ]);
   assert.equal(format.dayOf(Date.parse("2026-03-01T23:59:59Z"), 1), "2026-02-28");
+});
+
+test("a stack is drawn from its top down, and each bar reaches the sum of those below", () => {
+  assert.deepEqual(
+    stacks(
+      [
+        ["01", [1n, 2n, 4n]],
+        ["02", [0n, 0n, 8n]],
+      ],
+      3,
+    ),
+    [
+      [7, 8],
+      [3, 0],
+      [1, 0],
+    ],
+  );
+});
+
+test("entered amounts are exact, and anything else is refused", () => {
+  assert.equal(exactly("limit_value", "12.50"), "12500000000000");
+  assert.equal(
+    exactly("limit_value", "9,007,199,254,740,993.000000000001"),
+    "9007199254740993000000000001",
+  );
+  assert.equal(exactly("limit_value", "0"), "0");
+  for (const wrong of ["", "1e3", "0x10", "1.0000000000001", ".5", "5 USD", "NaN", "1,5"]) {
+    assert.throws(() => exactly("limit_value", wrong), { field: "limit_value" }, wrong);
+  }
+});
+
+test("entered numbers, lists and times are as the server reads them", () => {
+  assert.equal(digits(" 1,000,000 "), "1000000");
+  assert.equal(digits("1,5"), "1,5", "not a group of thousands: the server refuses it");
+  assert.deepEqual(listed(" a, b\nc "), ["a", "b", "c"]);
+  assert.equal(timeOf("expire_time", "2026-07-01T12:00"), "2026-07-01T10:00:00.000Z");
+  assert.throws(() => timeOf("expire_time", ""), { field: "expire_time" });
+});
+
+test("the cost of a streamed chat keeps its digits", () => {
+  const event =
+    '{"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2}, ' +
+    '"weir": {"cost": {"currency_code": "USD", "amount": "9", "picos": 9007199254740993001}}}';
+  assert.deepEqual(chatPart(event).cost, { currency_code: "USD", picos: "9007199254740993001" });
+  assert.deepEqual(chatPart('{"choices": [{"delta": {"content": "a"}, "finish_reason": null}]}'), {
+    delta: "a",
+  });
+  assert.throws(() => chatPart('{"error": {"message": "quota"}}'), /quota/);
+});
+
+test("texts in the code of a call stay texts", () => {
+  const asked = {
+    model: "demo",
+    system: "",
+    prompt: `it's "a"\n$(rm) \\`,
+    maxTokens: 5,
+    temperature: null,
+  };
+  assert.ok(snippet("curl", asked, "http://a/v1").includes(`it'\\''s`));
+  for (const language of ["python", "typescript"] as const) {
+    assert.ok(snippet(language, asked, "http://a/v1").includes(JSON.stringify(asked.prompt)));
+    assert.ok(snippet(language, asked, "http://a/v1").includes("max_completion_tokens"));
+  }
 });

@@ -1,0 +1,149 @@
+// Opens every page of the console in Chromium, as tests/e2e/test_console_browser.py asks on stdin, and
+// prints what it finds as JSON: accessibility violations, violations of the policy, errors, requests
+// to other origins, pages that scroll sideways, text that was executed, and texts and buttons by page.
+
+import { readFileSync } from "node:fs";
+import { createRequire } from "node:module";
+import { chromium } from "playwright-core";
+
+const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+const asked = JSON.parse(readFileSync(0, "utf8"));
+const { program, url, key, pages, views, journey = false, pictures = "" } = asked;
+const RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"];
+const DRAWN_MS = 50;
+const LATE_MS = 60_000;
+const found = { axe: [], errors: [], foreign: [], wide: [], executed: [], buttons: {}, texts: {} };
+let where = "sign-in";
+
+const browser = await chromium.launch({
+  executablePath: program,
+  args: ["--no-sandbox", "--disable-gpu"],
+});
+const context = await browser.newContext({ timezoneId: "Europe/Berlin" });
+context.setDefaultTimeout(LATE_MS);
+await context.grantPermissions(["clipboard-read", "clipboard-write"]);
+await context.addInitScript(() => {
+  window.violations = [];
+  document.addEventListener("securitypolicyviolation", (event) =>
+    window.violations.push(`${event.violatedDirective} ${event.blockedURI} ${event.sample}`),
+  );
+});
+const page = await context.newPage();
+page.on("pageerror", (error) => found.errors.push(`${where}: ${error.message}`));
+page.on("console", (message) => {
+  const isRefusal = /^Failed to load resource: .* 400/.test(message.text()); // asked for below
+  if (message.type() === "error" && !isRefusal) found.errors.push(`${where}: ${message.text()}`);
+});
+page.on("request", (request) => {
+  const isOwn = new URL(request.url()).origin === new URL(url).origin;
+  if (!isOwn && !/^(data|blob):/.test(request.url())) {
+    found.foreign.push(`${where}: ${request.url()}`);
+  }
+});
+
+await page.goto(url);
+await page.getByLabel("API key").waitFor();
+await check();
+await page.getByLabel("API key").fill(key);
+await page.getByRole("button", { name: "Sign in" }).click();
+await page.getByRole("button", { name: "Sign out" }).waitFor();
+for (const [name, address] of Object.entries(pages)) {
+  where = name;
+  await open(address);
+  for (const [width, height, colorScheme] of views) {
+    where = `${name} ${colorScheme} ${width}`;
+    await page.setViewportSize({ width, height });
+    await page.emulateMedia({ colorScheme });
+    await page.waitForTimeout(DRAWN_MS);
+    await check();
+    if (pictures) {
+      const path = `${pictures}/${name}-${colorScheme}-${width}.png`;
+      await page.screenshot({ path, fullPage: true });
+    }
+  }
+  found.texts[name] = await page.evaluate(() => document.querySelector("main").innerText);
+  found.buttons[name] = await page.evaluate(() =>
+    [...document.querySelectorAll("main button")].map((each) => each.innerText),
+  );
+}
+if (journey) await make();
+await browser.close();
+process.stdout.write(JSON.stringify(found));
+
+async function open(address) {
+  await page.evaluate((hash) => (location.hash = hash), address);
+  await page.waitForFunction(
+    (hash) =>
+      location.hash === hash &&
+      !/^Loading\.$/m.test(document.querySelector("main")?.innerText ?? "Loading."),
+    address,
+  );
+}
+
+// Find the faults of what is shown.
+async function check() {
+  const violations = await page.evaluate(() => window.violations.splice(0));
+  found.errors.push(...violations.map((each) => `${where}: ${each}`));
+  if (!(await page.evaluate(() => Boolean(window.axe)))) await page.evaluate(axe);
+  const result = await page.evaluate((runOnly) => window.axe.run(document, { runOnly }), RULES);
+  await page.evaluate(() => window.violations.splice(0)); // of axe itself
+  for (const { id, nodes } of result.violations) {
+    found.axe.push(`${where}: ${id}: ${nodes.map((each) => each.html.slice(0, 160)).join(" | ")}`);
+  }
+  const over = await page.evaluate(() => {
+    const { scrollWidth, clientWidth } = document.documentElement;
+    return scrollWidth - clientWidth;
+  });
+  if (over > 0) found.wide.push(`${where}: ${over} px`);
+  if (await page.evaluate(() => Boolean(window.executed))) found.executed.push(where);
+}
+
+// Create a key and end it, set a limit, and chat, with the keyboard where a dialog is open.
+async function make() {
+  const dialog = page.getByRole("dialog");
+  where = "create a key";
+  await open(pages.keys);
+  await page.getByRole("button", { name: "Create a key" }).press("Enter");
+  await dialog.getByLabel("Name").fill("made in the browser");
+  await dialog.getByLabel("Only from these networks").fill("nonsense");
+  await check();
+  await dialog.getByRole("button", { name: "Create a key" }).press("Enter");
+  await dialog.locator(".error", { hasText: "nonsense" }).waitFor();
+  await dialog.getByLabel("Only from these networks").fill("127.0.0.0/8");
+  await dialog.getByLabel("Most output tokens").fill("1,000");
+  await page.keyboard.press("Enter");
+  await dialog.getByText("Copy the secret now").waitFor();
+  await check();
+  await dialog.getByRole("button", { name: "Copy", exact: true }).click();
+  found.secret = await page.evaluate(() => navigator.clipboard.readText());
+  await dialog.getByRole("button", { name: "I have stored it" }).press("Enter");
+  await dialog.waitFor({ state: "detached" });
+  found.keptSecret = (await page.content()).includes(found.secret);
+  where = "revoke a key";
+  const row = page.getByRole("row", { name: "made in the browser" });
+  await row.getByRole("button", { name: "Revoke" }).press("Enter");
+  await dialog.getByRole("heading").waitFor();
+  await page.keyboard.press("Escape");
+  await dialog.waitFor({ state: "detached" });
+  found.focused = await page.evaluate(() => document.activeElement.innerText);
+  await row.getByRole("button", { name: "Revoke" }).press("Enter");
+  await dialog.getByRole("button", { name: "Revoke" }).press("Enter");
+  await row.waitFor({ state: "detached" });
+  where = "set a limit";
+  await open(pages.limits);
+  await page.getByRole("button", { name: "Set a limit" }).click();
+  await dialog.getByLabel("Counts").selectOption("QUOTA_DIMENSION_COST_PICOS_PER_MONTH");
+  await dialog.getByLabel("Limit", { exact: true }).fill("1e3");
+  await dialog.getByRole("button", { name: "Set a limit" }).click();
+  await dialog.locator(".error", { hasText: "1e3" }).waitFor();
+  await dialog.getByLabel("Limit", { exact: true }).fill("9,007,199.254740993");
+  await dialog.getByRole("button", { name: "Set a limit" }).click();
+  await page.getByRole("cell", { name: "9,007,199.254740993", exact: true }).first().waitFor();
+  where = "chat";
+  await open(pages.playground);
+  await page.getByLabel("Most output tokens").fill("20");
+  await page.getByRole("button", { name: "Send" }).click();
+  await page.getByText("exact, as billed").waitFor();
+  found.chat = await page.evaluate(() => document.querySelector("main").innerText);
+  await check();
+}

@@ -1,0 +1,143 @@
+"""The console in Chromium: accessible, within its policy, and with texts of tenants as texts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from weir.v1 import types_pb2
+
+from infra import console_page
+from metering.core.models import QuotaDimension
+from tests.calls import Calls
+from tests.node import chromium, node_of
+from tests.service import Service, Tenant
+
+BROWSER_WAIT_S = 240.0
+PAGES = (
+    *("overview", "playground", "requests", "usage", "end-users", "keys", "limits"),
+    *("organizations", "alerts", "month", "reconciliation", "prices", "fleet", "audit"),
+)
+NARROW, WIDE = (375, 800), (1280, 900)
+EVERY_VIEW = [(*size, scheme) for size in (NARROW, WIDE) for scheme in ("light", "dark")]
+# Text that would set `window.executed` as markup or as code.
+MARK = '<img src=x onerror="window.executed=1">'
+# Buttons that make a change, by the page that has them.
+CHANGES = {
+    "keys": {"Create a key", "Restrict", "Rotate", "Revoke"},
+    "limits": {"Set a limit", "Override", "Remove"},
+    "organizations": {"Create an organization", "Rename", "Suspend", "Create a project"},
+    "alerts": {"Set the webhook", "Test", "Remove"},
+    "fleet": {"Drain"},
+}
+ALL = {button for buttons in CHANGES.values() for button in buttons} | {"End", "Undrain", "Resume"}
+
+
+@pytest.fixture
+async def marked(service: Service, admin: Calls) -> AsyncIterator[Tenant]:
+    """Yield a customer whose users chose hostile texts wherever they may."""
+    tenant = await service.tenant({QuotaDimension.TOKENS_PER_DAY: 100_000})
+    project = f"{tenant.name}/main"
+    made = {"organization": tenant.name, "project": "main", "name": MARK, "group": "<b>g</b>"}
+    created = await admin("CreateApiKey", **made)
+    await admin(
+        "SetQuota",
+        subject=types_pb2.QUOTA_SUBJECT_ORGANIZATION,
+        subject_ref=tenant.name,
+        dimension=types_pb2.QUOTA_DIMENSION_TOKENS_PER_MONTH,
+        limit_value=1000,
+        end_user=MARK,
+    )
+    async with service.stream(created.secret) as stream:
+        labels = {"team": MARK.replace('"', "'")}
+        request_id = await stream.begin(max_output_tokens=2, end_user=MARK, labels=labels)
+        await stream.finished(request_id)
+    await admin("SuspendProject", project=project, reason=MARK)
+    yield tenant
+    await admin("ResumeProject", project=project)
+
+
+async def browsed(service: Service, key: str, organization: str, **more: Any) -> dict[str, Any]:
+    """Open the pages with a key and return what the browser finds."""
+    requested = {
+        "program": chromium(),
+        "url": f"{service.openai_url.removesuffix('/v1')}/console/",
+        "key": key,
+        "pages": {name: f"#/{name}?org={organization}" for name in PAGES}
+        | {"usage": f"#/usage?org={organization}&by=label&label_key=team"},
+        **more,
+    }
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [node_of(console_page.missing()), "tests/browser.mjs"],
+        cwd=console_page.SOURCE,
+        input=json.dumps(requested),
+        capture_output=True,
+        text=True,
+        timeout=BROWSER_WAIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def faults(found: dict[str, Any]) -> dict[str, list[str]]:
+    names = ("axe", "errors", "foreign", "wide", "executed")
+    return {name: found[name] for name in names if found[name]}
+
+
+async def test_every_page_is_accessible_and_shows_hostile_texts_as_text(
+    service: Service, marked: Tenant
+) -> None:
+    admin = await service.tenant(scopes=("admin", "billing", "inference"))
+
+    found = await browsed(service, admin.secret, marked.name, views=EVERY_VIEW)
+
+    assert faults(found) == {}
+    for page in ("keys", "limits", "end-users", "organizations", "audit"):
+        assert MARK in found["texts"][page], page
+    assert MARK.replace('"', "'") in found["texts"]["usage"]
+    for page, buttons in CHANGES.items():
+        assert buttons - {"Test", "Remove"} <= set(found["buttons"][page]), page
+
+
+async def test_a_viewer_sees_no_button_that_would_be_refused(
+    service: Service, tenant: Tenant
+) -> None:
+    viewer = (await service.new_key(tenant, role="viewer"))[1]
+
+    found = await browsed(service, viewer, tenant.name, views=[(*WIDE, "light")])
+
+    assert faults(found) == {}
+    seen = {page: ALL & set(buttons) for page, buttons in found["buttons"].items()}
+    assert seen == {page: set() for page in PAGES}
+    assert tenant.key.prefix in found["texts"]["keys"]
+    assert "needs a key that may call" in found["texts"]["fleet"]
+
+
+async def test_an_admin_of_a_customer_works_in_the_browser(
+    service: Service, tenant: Tenant
+) -> None:
+    key = (await service.new_key(tenant, "inference", role="admin"))[1]
+
+    pages = {name: f"#/{name}" for name in ("keys", "limits", "playground")}
+    found = await browsed(
+        service, key, tenant.name, views=[(*WIDE, "light")], pages=pages, journey=True
+    )
+
+    assert faults(found) == {}
+    assert found["secret"].startswith("wk_")
+    assert not found["keptSecret"], "a secret is shown once"
+    assert found["focused"] == "Revoke", "focus returns to the button that opened a dialog"
+    assert "20 tokens" in found["chat"]
+    made = (
+        "SELECT action FROM audit_log WHERE actor <> 'test' AND actor_organization_id = %s"
+        " ORDER BY id"
+    )
+    assert [row["action"] for row in service.database.rows(made, tenant.organization_id)] == [
+        *("api_key.create", "api_key.revoke", "quota.set"),
+    ]

@@ -1,0 +1,181 @@
+"""Changes made in the console leave the same rows and audit entries as those made over gRPC."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import aiohttp
+import grpc
+from google.protobuf import json_format
+from google.protobuf.descriptor_pool import Default
+from google.protobuf.message_factory import GetMessageClass
+
+from tests.service import MODEL, PATIENCE_S, Service, Tenant, bearer
+
+Body = dict[str, Any]
+Send = Callable[[str, Body], Awaitable[Body]]
+
+# Tables that change without a call: uses of keys, and reports of processes about themselves.
+MOVING = {"api_key_uses", "live_reports"}
+# Fields of rows that number them.
+OF_SEQUENCES = {"id", "transaction_id"}
+LEARNED = ("apiKeyId", "quotaId", "projectId")  # fields of answers that later requests refer to
+
+ORGANIZATION = {"organization": "{name}"}
+PROJECT = {"project": "{projectId}"}
+KEY = {"apiKey": "{apiKeyId}"}
+QUOTA = {"quotaId": "{quotaId}"}
+LIMIT = {"subject": "QUOTA_SUBJECT_ORGANIZATION", "dimension": "QUOTA_DIMENSION_TOKENS_PER_DAY"}
+REPLICA = {"model": MODEL, "replica": f"{MODEL}#0", "reason": "test"}
+RESTRICTED = {"maxOutputTokens": "9", "allowedNetworks": ["127.0.0.0/8"], "models": [MODEL]}
+# Each change of the console once, except the end of a request, in an order in which all succeed.
+STEPS: list[tuple[str, Body]] = [
+    ("AdminService/CreateOrganization", {"name": "{name}", "currencyCode": "EUR"}),
+    ("AdminService/CreateProject", ORGANIZATION | {"name": "main"}),
+    (
+        "AdminService/CreateApiKey",
+        ORGANIZATION | RESTRICTED | {"project": "main", "name": "ci", "role": "viewer"},
+    ),
+    ("AdminService/UpdateApiKey", KEY | {"name": "build", "allModels": True, "role": "developer"}),
+    ("AdminService/RotateApiKey", KEY | {"overlap": "3600s"}),
+    ("AdminService/RevokeApiKey", KEY),
+    ("AdminService/SetQuota", LIMIT | {"subjectRef": "{name}", "limitValue": "7"}),
+    (
+        "AdminService/OverrideQuota",
+        QUOTA | {"limitValue": "9", "expireTime": "{tomorrow}", "reason": "launch"},
+    ),
+    ("AdminService/DeleteQuota", QUOTA),
+    ("AdminService/SetAlertWebhook", ORGANIZATION | {"url": "https://example.com/alerts"}),
+    ("AdminService/TestAlertWebhook", ORGANIZATION),
+    ("AdminService/DeleteAlertWebhook", ORGANIZATION),
+    ("AdminService/SuspendProject", PROJECT | {"reason": "test"}),
+    ("AdminService/ResumeProject", PROJECT),
+    ("AdminService/UpdateProject", PROJECT | {"name": "other"}),
+    ("AdminService/SuspendOrganization", ORGANIZATION | {"reason": "test"}),
+    ("AdminService/ResumeOrganization", ORGANIZATION),
+    ("AdminService/UpdateOrganization", ORGANIZATION | {"name": "{name}x"}),
+    ("AdminService/DrainReplica", REPLICA),
+    ("AdminService/UndrainReplica", REPLICA),
+]
+UNAUDITED = {"AdminService/TestAlertWebhook"}  # it changes nothing but the list of alerts
+
+
+def over_console(service: Service, http: aiohttp.ClientSession, secret: str) -> Send:
+    async def send(name: str, body: Body) -> Body:
+        headers = {"authorization": f"Bearer {secret}"}
+        url = f"{service.openai_url.removesuffix('/v1')}/console/api/{name}"
+        async with http.post(url, json=body, headers=headers) as response:
+            answer: Body = await response.json()
+            assert response.status == 200, (name, answer)
+            return answer
+
+    return send
+
+
+def over_grpc(channel: grpc.aio.Channel, secret: str) -> Send:
+    async def send(name: str, body: Body) -> Body:
+        service, _, method = name.partition("/")
+        described = Default().FindServiceByName(f"weir.v1.{service}").methods_by_name[method]
+        request = json_format.ParseDict(body, GetMessageClass(described.input_type)())
+        call: Any = channel.unary_unary(
+            f"/weir.v1.{name}", request_serializer=type(request).SerializeToString
+        )
+        answered = bytes(await call(request, metadata=bearer(secret)))
+        answer = GetMessageClass(described.output_type).FromString(answered)
+        return json_format.MessageToDict(answer)
+
+    return send
+
+
+def rows(service: Service) -> dict[str, list[str]]:
+    """Return all rows of all tables as JSON, by table."""
+    tables = (
+        "SELECT relname FROM pg_class WHERE relkind IN ('r', 'p') AND NOT relispartition AND"
+        " relnamespace = 'public'::regnamespace"
+    )
+    found = {}
+    for table in (row["relname"] for row in service.database.rows(tables)):
+        if table not in MOVING:
+            query = f'SELECT to_jsonb(t)::text AS row FROM "{table}" t'
+            found[table] = [row["row"] for row in service.database.rows(query)]
+    return found
+
+
+def changed(
+    before: dict[str, list[str]], after: dict[str, list[str]], names: dict[str, str]
+) -> list[str]:
+    """Return the rows that a call added, changed or removed, without what no two calls share."""
+    lines = []
+    for table, now in after.items():
+        old = set(before[table])
+        for sign, those in (("+", set(now) - old), ("-", old - set(now))):
+            lines += [f"{sign} {table} {steady(each, names)}" for each in those]
+    return sorted(lines)
+
+
+def steady(row: str, names: dict[str, str]) -> str:
+    """Replace ids, times, secrets and the given names in a row."""
+    for name, shown in names.items():
+        row = row.replace(name, shown)
+    row = re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "UUID", row)
+    row = re.sub(r"\d{4}-\d\d-\d\d[T ][\d:.]+(Z|[+-][\d:]+)?", "TIME", row)
+    row = re.sub(r"wk_\w+|\\+x[0-9a-f]{8,}|wh_[\w-]+", "SECRET", row)
+    row = re.sub(r'"\d+(\.\d+)?s"', '"DURATION"', row)
+    fields = json.loads(row)
+    return json.dumps({key: value for key, value in fields.items() if key not in OF_SEQUENCES})
+
+
+async def test_a_change_in_the_console_leaves_the_rows_and_audit_of_the_command(
+    service: Service,
+) -> None:
+    admin = await service.tenant(scopes=("admin",))
+    timeout = aiohttp.ClientTimeout(PATIENCE_S)
+    async with service.channel() as channel, aiohttp.ClientSession(timeout=timeout) as http:
+        senders = (over_console(service, http, admin.secret), over_grpc(channel, admin.secret))
+        by_console, by_grpc = [
+            [each async for each in left_by(service, send, admin)] for send in senders
+        ]
+
+    for console, command in zip(by_console, by_grpc, strict=True):
+        assert console == command
+        audited = [line for line in console.lines if line.startswith("+ audit_log")]
+        assert bool(audited) == (console.name not in UNAUDITED), console.name
+        assert all('"actor": "ADMIN"' in line for line in audited), console.name
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Rows that a change added or removed, and its answer."""
+
+    name: str
+    lines: list[str]
+    answer: str
+
+
+async def left_by(service: Service, send: Send, admin: Tenant) -> AsyncIterator[Left]:
+    """Make every change for a new customer, and yield what each leaves."""
+    values = {
+        "name": f"c{uuid.uuid4().hex[:16]}",
+        "tomorrow": (datetime.now(UTC) + timedelta(days=1)).isoformat(),
+    }
+    names = {values["name"]: "NAME", admin.key.prefix: "ADMIN"}
+    for name, request in STEPS:
+        text = json.dumps(request)
+        for field, value in values.items():
+            text = text.replace(f"{{{field}}}", value)
+        body = json.loads(text)
+        before = rows(service)
+        answer = await send(name, body)
+        for part in filter(lambda each: isinstance(each, dict), answer.values()):
+            values |= {field: part[field] for field in LEARNED if field in part}
+        yield Left(
+            name,
+            changed(before, rows(service), names),
+            steady(json.dumps({"answer": answer}), names),
+        )
