@@ -80,9 +80,9 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "command line": (("sdk/python/src/weir_cli/",), 8_837),
     "Python client": (("sdk/python/",), 7_503),
     "TypeScript client": (("sdk/typescript/",), 6_583),
-    "benchmarks": (("bench/",), 11_392),
+    "benchmarks": (("bench/",), 11_404),
     "demo": (("demo/",), 4_524),
-    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_721),
+    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_728),
     "tests": (("tests/",), 132_130),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
