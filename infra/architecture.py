@@ -83,7 +83,7 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "benchmarks": (("bench/",), 11_392),
     "demo": (("demo/",), 4_524),
     "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_742),
-    "tests": (("tests/",), 132_462),
+    "tests": (("tests/",), 132_487),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")
