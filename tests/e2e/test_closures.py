@@ -11,6 +11,8 @@ from grpc import StatusCode
 from grpc.aio import AioRpcError
 from weir.v1 import closures_pb2 as pb
 
+from metering.tenants.admin_requests import take_changes_lock
+from metering.tenants.api_keys import create_api_key
 from tests.calls import calls
 from tests.e2e.test_suspensions import WITHIN_S, Pair, http_refusal, operator, pair, slow_model
 from tests.service import Service, Tenant, picos
@@ -140,6 +142,29 @@ async def test_no_key_survives_that_is_made_or_rotated_meanwhile(pair: Pair) -> 
         (401, "invalid_api_key"),  # replaced by a rotation
     }
     rows = first.database.rows(
+        "SELECT 1 FROM api_keys WHERE project_id = %s AND revoked_at IS NULL", tenant.project_id
+    )
+    assert rows == []
+
+
+async def test_a_closing_waits_for_a_key_that_is_being_made(service: Service) -> None:
+    """And revokes it, although it could not see it before."""
+    tenant = await service.tenant()
+    secret = (await service.tenant(scopes=("admin",))).secret
+    given = {"organization": tenant.name, "confirm_name": tenant.name, "reason": WHY}
+    async with calls(service, secret) as call:
+        async with service.session() as session:
+            await take_changes_lock(session, alone=False)
+            _, late = await create_api_key(
+                session, organization=tenant.name, project="main", name="late", actor="test"
+            )
+            closing = asyncio.create_task(call("CloseOrganization", **given))
+            await asyncio.wait([closing], timeout=0.5)
+            assert not closing.done()
+        await closing
+
+    assert await http_refusal(service, late) == (401, "organization_closed")
+    rows = service.database.rows(
         "SELECT 1 FROM api_keys WHERE project_id = %s AND revoked_at IS NULL", tenant.project_id
     )
     assert rows == []
