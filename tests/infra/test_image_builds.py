@@ -69,7 +69,12 @@ class Images:
 
     def command(self, *arguments: str) -> list[str]:
         """Return a command of Buildah."""
-        locations = ("--root", str(self.directory / "root"), "--runroot", str(self.directory / "run"))
+        locations = (
+            "--root",
+            str(self.directory / "root"),
+            "--runroot",
+            str(self.directory / "run"),
+        )
         return ["buildah", *locations, "--storage-driver", "vfs", *arguments]
 
     def run(self, *arguments: str) -> str:
