@@ -190,7 +190,7 @@ class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
     """
 
     @classmethod
-    async def connect(
+    async def connect(  # type: ignore[override]  # it has one parameter more
         cls, conninfo: str = "", *, settings: Sequence[str] = (), **parameters: Any
     ) -> Self:
         """Open a connection that commits durably, to the first host that accepts it.

@@ -159,6 +159,10 @@ class Probe:
         """Send no more requests."""
         self._stopping = True
 
+    async def admitted_after(self, at: float) -> None:
+        """Wait for an admission after this time."""
+        await until(lambda: self.admitted_at > at, "an admission")
+
     async def run(self) -> None:
         """Probe until `stop` is called, then wait for the answers."""
         async with asyncio.TaskGroup() as tasks:
@@ -240,7 +244,7 @@ async def test_failovers_lose_and_double_nothing(cluster: Cluster, services: lis
                 began_at = time.monotonic()
                 await asyncio.to_thread(fail, primary)
                 writable_at = await writable(cluster)
-                await until(lambda since=writable_at: probe.admitted_at > since, "an admission")
+                await probe.admitted_after(writable_at)
                 backs.append(probe.admitted_at - writable_at)
                 print(f"{fail.__name__}: {writable_at - began_at:.1f} s, {backs[-1]:.1f} s")
                 primary.send(signal.SIGCONT)
