@@ -1,6 +1,7 @@
 // Sign-in, navigation and routing by the URL's fragment: #/usage?org=demo&month=2026-11.
 
-import { useCallback, useEffect, useMemo, useRef, useState } from "react";
+import { Component, useCallback, useEffect, useMemo, useRef, useState } from "react";
+import type { ReactNode } from "react";
 import { createRoot } from "react-dom/client";
 import { I18nProvider, Input, Label, Text, TextField } from "react-aria-components";
 import { CallFailed, session } from "./client.js";
@@ -131,7 +132,7 @@ function SignIn({ problem, signedIn }: { problem: unknown; signedIn: (found: Ses
   );
 }
 
-function Brand({ children }: { children?: React.ReactNode }) {
+function Brand({ children }: { children?: ReactNode }) {
   return (
     <header className="top">
       <a className="brand" href="#/">
@@ -228,7 +229,9 @@ function Shell({
           {view && (
             <ViewContext.Provider value={view}>
               {isAllowed(view.page, found) ? (
-                <view.page.Show key={id} />
+                <Guarded key={id}>
+                  <view.page.Show />
+                </Guarded>
               ) : (
                 <Remark kind="warning">
                   {text.notAllowed(
@@ -248,6 +251,19 @@ function Shell({
       <footer className="foot">{text.foot}</footer>
     </>
   );
+}
+
+// Shows the fault of a page in its place; the navigation stays.
+class Guarded extends Component<{ children: ReactNode }, { fault: unknown }> {
+  override state = { fault: null };
+
+  static getDerivedStateFromError(fault: unknown): { fault: unknown } {
+    return { fault };
+  }
+
+  override render(): ReactNode {
+    return this.state.fault === null ? this.props.children : <Problem of={this.state.fault} />;
+  }
 }
 
 function Navigation({
