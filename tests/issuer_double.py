@@ -118,8 +118,8 @@ class IssuerDouble:
 class ProviderDouble(IssuerDouble):
     """OpenID provider with the rules that OpenID Connect Core 1.0 and RFC 7636 have for a client.
 
-    `person` has the claims of the person that signs in. `in_userinfo` are those that only the endpoint for
-    claims says. Each code works once, for its client, address and verifier.
+    `person` has the claims of the person that signs in. `in_userinfo` are those that only the
+    endpoint for claims says. Each code works once, for its client, address and verifier.
     """
 
     CLIENT, SECRET = "weir-console", "s3cret/with:signs"

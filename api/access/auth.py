@@ -321,8 +321,8 @@ class Authenticator:
         that it corresponds to, and as `call` its own, below `/v1/`. `age_max_s` allows a remembered
         result of at most this age, unless the key is known to have changed. Raises: KeyInvalid for
         an unknown, expired or revoked key, TokenInvalid, IssuerUnavailable, PermissionDenied,
-        BoundToRegion, OrganizationSuspended and ProjectSuspended for a call of models, DatabaseUnavailable,
-        AuthenticationThrottled, TooManyCalls.
+        BoundToRegion, OrganizationSuspended and ProjectSuspended for a call of models,
+        DatabaseUnavailable, AuthenticationThrottled, TooManyCalls.
         """
         principal = await self._permitted(
             digest_of(secret), self._check_of(secret), method, origin, age_max_s

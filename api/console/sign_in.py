@@ -200,7 +200,10 @@ class SignIn:
     # Calls, which the page makes
 
     async def use_link(self, request: web.BaseRequest, body: Mapping[str, Any]) -> web.Response:
-        """Let in the caller with a link. Raises: KeyInvalid, InvalidValue, AuthenticationThrottled."""
+        """Let in the caller with a link.
+
+        Raises: KeyInvalid, InvalidValue, AuthenticationThrottled.
+        """
         link = text_of(body, "secret")
         async with self._guarded(request), self._sessions.begin() as session:
             person_id = await use_link(session, link)

@@ -957,8 +957,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CreateSignInLink(self, request, context):
-        """Creates a link with which a person signs in to the console, once. Whoever has the link is the
-        person for this server: send it by a safe way. The link is returned only in this response.
+        """Creates a link with which a person signs in to the console, once. Its opener is the person for
+        this server: send it by a safe way. The link is returned only in this response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -241,8 +241,8 @@ class AdminServiceStub:
     ReactivatePerson: _grpc.UnaryUnaryMultiCallable[_members_pb2.ReactivatePersonRequest, _members_pb2.ReactivatePersonResponse]
     """Accepts the keys of a deactivated person again, as they were. Idempotent."""
     CreateSignInLink: _grpc.UnaryUnaryMultiCallable[_members_pb2.CreateSignInLinkRequest, _members_pb2.CreateSignInLinkResponse]
-    """Creates a link with which a person signs in to the console, once. Whoever has the link is the
-    person for this server: send it by a safe way. The link is returned only in this response.
+    """Creates a link with which a person signs in to the console, once. Its opener is the person for
+    this server: send it by a safe way. The link is returned only in this response.
     """
     CreateTokenIssuer: _grpc.UnaryUnaryMultiCallable[_tokens_pb2.CreateTokenIssuerRequest, _tokens_pb2.CreateTokenIssuerResponse]
     """Trusts an issuer: its tokens authenticate callers of an organization from now on."""
@@ -459,8 +459,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     ReactivatePerson: _aio.UnaryUnaryMultiCallable[_members_pb2.ReactivatePersonRequest, _members_pb2.ReactivatePersonResponse]  # type: ignore[assignment]
     """Accepts the keys of a deactivated person again, as they were. Idempotent."""
     CreateSignInLink: _aio.UnaryUnaryMultiCallable[_members_pb2.CreateSignInLinkRequest, _members_pb2.CreateSignInLinkResponse]  # type: ignore[assignment]
-    """Creates a link with which a person signs in to the console, once. Whoever has the link is the
-    person for this server: send it by a safe way. The link is returned only in this response.
+    """Creates a link with which a person signs in to the console, once. Its opener is the person for
+    this server: send it by a safe way. The link is returned only in this response.
     """
     CreateTokenIssuer: _aio.UnaryUnaryMultiCallable[_tokens_pb2.CreateTokenIssuerRequest, _tokens_pb2.CreateTokenIssuerResponse]  # type: ignore[assignment]
     """Trusts an issuer: its tokens authenticate callers of an organization from now on."""
@@ -1100,8 +1100,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _members_pb2.CreateSignInLinkRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_members_pb2.CreateSignInLinkResponse, _abc.Awaitable[_members_pb2.CreateSignInLinkResponse]]:
-        """Creates a link with which a person signs in to the console, once. Whoever has the link is the
-        person for this server: send it by a safe way. The link is returned only in this response.
+        """Creates a link with which a person signs in to the console, once. Its opener is the person for
+        this server: send it by a safe way. The link is returned only in this response.
         """
 
     @_abc_1.abstractmethod

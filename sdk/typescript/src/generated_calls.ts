@@ -2120,8 +2120,8 @@ export class AdminCalls extends UnaryClient {
   }
 
   /**
-   * Creates a link with which a person signs in to the console, once. Whoever has the link is the
-   * person for this server: send it by a safe way. The link is returned only in this response.
+   * Creates a link with which a person signs in to the console, once. Its opener is the person for
+   * this server: send it by a safe way. The link is returned only in this response.
    *
    * @param person The person, by e-mail address or id. Unknown: NotFound. Deactivated:
    * InvalidRequest.

@@ -375,5 +375,5 @@ def sign_in(
     """Create a link with which a person signs in to the console, once. It is printed on stdout."""
     lifetime = parsed("--expires-in", parse_span, expires_in)
     link = client.create_sign_in_link(person_ref, lifetime=lifetime)
-    note("whoever opens this link is signed in as the person, once. It is shown only now")
+    note("the link signs its opener in as the person, once. It is shown only now")
     typer.echo(link)

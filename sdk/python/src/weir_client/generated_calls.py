@@ -1441,9 +1441,8 @@ class AsyncAdminCalls(UnaryClient):
         return wire.read(Person, response.person)
 
     async def create_sign_in_link(self, person: str, *, lifetime: timedelta | None = None) -> str:
-        """Creates a link with which a person signs in to the console, once. Whoever has the link is
-        the person for this server: send it by a safe way. The link is returned only in this
-        response.
+        """Creates a link with which a person signs in to the console, once. Its opener is the
+        person for this server: send it by a safe way. The link is returned only in this response.
 
         `person`: The person, by e-mail address or id. Unknown: NotFound. Deactivated:
             InvalidRequest.
