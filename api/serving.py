@@ -27,7 +27,7 @@ from api.access.servicer import Reports
 from api.access.throttle import SharedFailures
 from api.access.tls import Tls, open_tls
 from api.access.token_callers import TokenCallers
-from api.admin.admin_service import AdminServicer
+from api.admin.admin_service import Addresses, AdminServicer
 from api.admin.billing_service import BillingServicer, HashedReceiptServicer, ReceiptServicer
 from api.console.console import ROOT, Console
 from api.console.sign_in import SignIn
@@ -341,9 +341,11 @@ class Server:
             self.issuer,
             fleet=self.fleet,
             in_thread=self.registry.in_thread,
-            private_webhooks=self.settings.private_webhooks,
-            private_issuers=self.settings.access.private_issuers,
-            console_url=lambda: self.console_url,
+            addresses=Addresses(
+                self.settings.private_webhooks,
+                self.settings.access.private_issuers,
+                lambda: self.console_url,
+            ),
         )
         is_hashed = self.settings.receipt_subjects == "hashed"
         receipts = HashedReceiptServicer if is_hashed else ReceiptServicer

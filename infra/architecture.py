@@ -403,9 +403,12 @@ BORDERS = (
     Border(
         ("weir_cli", "weir_client"),
         inside=("api/", "common/", "inference/", "metering/"),
-        save_for=("api/cli/", "api/fleet/fleet_file.py", "api/fleet/launcher_reader.py"),
-        why="the server does not call itself as a client; only commands do, and the fleet file is"
-        " read as their YAML is",
+        save_for=(
+            *("api/cli/", "api/fleet/fleet_file.py", "api/fleet/launcher_reader.py"),
+            "api/access/providers.py",
+        ),
+        why="the server does not call itself as a client; only commands do, and files of the"
+        " operator are read as their YAML is",
     ),
     Border(
         ("transformers",),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -213,6 +214,19 @@ class AdminReads(AuthenticatedServicer):
             return pb.ExportAuditEntriesResponse(entries=shown, position=position)
 
 
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Addresses outside of this process that calls name or return.
+
+    `private_webhooks` and `private_issuers` permit URLs in private networks and over plain HTTP.
+    `console_url` returns the address of the console, empty if there is none.
+    """
+
+    private_webhooks: bool = False
+    private_issuers: bool = False
+    console_url: Callable[[], str] = str
+
+
 class AdminServicer(
     TenantCalls,
     EndUserCalls,
@@ -246,17 +260,13 @@ class AdminServicer(
         *,
         fleet: RunningFleet,
         in_thread: InThread = at_once,
-        private_webhooks: bool = False,
-        private_issuers: bool = False,
-        console_url: Callable[[], str] = lambda: "",
+        addresses: Addresses,
     ) -> None:
         """`signer` signs the receipts of requests that `ExpireOverdueHolds` ends; with None, they
         get no receipt. `issuer` names the fonts with which billing profiles must be printable.
 
         `fleet` is that of this process. `in_thread` runs the parsing of a document, like
-        `RequestRegistry.in_thread`. `private_webhooks` and `private_issuers` permit URLs in
-        private networks and over plain HTTP. `console_url` returns the address of the console,
-        empty if there is none.
+        `RequestRegistry.in_thread`.
         """
         super().__init__(authenticator, sessions)
         self._router = router
@@ -265,6 +275,6 @@ class AdminServicer(
         self._issuer = issuer
         self._fleet = fleet
         self._in_thread = in_thread
-        self._private_webhooks = private_webhooks
-        self._private_issuers = private_issuers
-        self._console_url = console_url
+        self._private_webhooks = addresses.private_webhooks
+        self._private_issuers = addresses.private_issuers
+        self._console_url = addresses.console_url

@@ -28,6 +28,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psycopg
 import pytest
@@ -154,7 +155,7 @@ def pip_settings() -> dict[str, str]:
 def local_paths() -> list[str]:
     """Return directories of this machine that pip's settings name."""
     words = " ".join(pip_settings().values()).replace("\\n", " ").split()
-    paths = [Path(word.removeprefix("file://")) for word in words]
+    paths = [Path(urlsplit(word).path) for word in words]
     return sorted({str(path) for path in paths if path.is_absolute() and path.is_dir()})
 
 
