@@ -18,7 +18,7 @@ CREATE TABLE sign_in_sessions (
     provider text NOT NULL,
     provider_session text NOT NULL,
     address text NOT NULL,
-    idle_max_s integer NOT NULL CONSTRAINT ck_sign_in_sessions_idle_max_s CHECK (idle_max_s > 0),
+    idle_max_s bigint NOT NULL CONSTRAINT ck_sign_in_sessions_idle_max_s CHECK (idle_max_s > 0),
     created_at timestamptz DEFAULT now() NOT NULL,
     last_used_at timestamptz DEFAULT now() NOT NULL,
     expires_at timestamptz NOT NULL,

@@ -22,7 +22,7 @@ async def after(sessions: Sessions, position: int, size: int = 1000) -> tuple[li
 
 async def write(sessions: Sessions, action: str) -> None:
     async with sessions.begin() as session:
-        await record_change(session, "ann", action, "x")
+        await record_change(session, "ann", action, "x", after={})
 
 
 async def test_an_entry_that_commits_late_is_not_skipped(
@@ -32,7 +32,7 @@ async def test_an_entry_that_commits_late_is_not_skipped(
     monkeypatch.setattr(audit, "WRITERS_WAIT_S", 0.1)
     _, begun = await after(sessions, 0)
     async with sessions.begin() as late:
-        await record_change(late, "ann", "late", "x")
+        await record_change(late, "ann", "late", "x", after={})
         await write(sessions, "early")
 
         assert await after(sessions, begun) == ([], begun)
@@ -45,7 +45,7 @@ async def test_an_entry_that_commits_late_is_not_skipped(
 async def test_a_change_that_ends_meanwhile_is_waited_for(sessions: Sessions) -> None:
     _, begun = await after(sessions, 0)
     async with sessions() as late:
-        await record_change(late, "ann", "late", "x")
+        await record_change(late, "ann", "late", "x", after={})
         reading = asyncio.create_task(after(sessions, begun))
         await asyncio.sleep(0.1)
         await write(sessions, "newer")  # does not delay the reader, and is not part of the answer
@@ -61,7 +61,7 @@ async def test_a_change_that_ends_meanwhile_is_waited_for(sessions: Sessions) ->
 async def test_a_change_that_is_rolled_back_leaves_only_a_gap(sessions: Sessions) -> None:
     _, begun = await after(sessions, 0)
     async with sessions() as undone:
-        await record_change(undone, "ann", "undone", "x")
+        await record_change(undone, "ann", "undone", "x", after={})
         await undone.rollback()
     await write(sessions, "kept")
 
@@ -86,7 +86,7 @@ async def test_a_reader_beside_many_writers_gets_every_entry_once(
             async with sessions() as session:
                 names = [f"{number}.{each}.{part}" for part in range(chance.randrange(1, 4))]
                 for name in names:
-                    await record_change(session, "ann", name, "x")
+                    await record_change(session, "ann", name, "x", after={})
                     await asyncio.sleep(chance.random() / 200)
                 if chance.random() < 0.3:
                     await session.rollback()

@@ -28,6 +28,10 @@ SECRETS = {
     ("api_keys", "secret_hash"),
     ("superseded_secrets", "secret_hash"),
     ("alert_webhooks", "secret"),
+    ("client_tokens", "secret_hash"),
+    ("invitations", "token_hash"),
+    ("sign_in_links", "secret_hash"),
+    ("sign_in_sessions", "secret_hash"),
 }
 PDF = b"%PDF-1.7 an invoice"
 # Tables of the service, whose views show no organization anything.

@@ -46,7 +46,7 @@ INVITATIONS: Table[Invitation] = Table(
         "id": "invitation_id",
     },
     empty="no open invitations",
-    drop=("project",),
+    drop=("id", "project"),
 )
 SERVICE_ACCOUNTS: Table[ServiceAccount] = Table(
     {
