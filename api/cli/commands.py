@@ -282,16 +282,18 @@ def rotate_receipt_key() -> None:
 
 
 def console(
-    open_browser: Annotated[bool, typer.Option("--open", help="Open it in your browser.")] = False,
+    open_browser: Annotated[
+        bool, typer.Option("--open", help="Open it in your browser, signed in as the operator.")
+    ] = False,
     home: HomeOption = None,
 ) -> None:
     """Print the address of the console, where you see your Weir in a browser.
 
-    Sign in there with an API key; `weir env` prints the keys of `weir up`.
+    `weir person sign-in operator@localhost` prints a link that signs you in there.
     """
     import webbrowser
 
-    from api.cli.stack import read_settings
+    from api.cli.stack import operator_link, read_settings
     from api.core.endpoint import read_endpoint
 
     settings = read_settings(home)
@@ -304,7 +306,9 @@ def console(
             " WEIR_OPENAI_LISTEN=off"
         )
     typer.echo(endpoint.console_url)
-    if open_browser and not webbrowser.open(endpoint.console_url):
+    if not open_browser:
+        return
+    if not webbrowser.open(operator_link(settings.home) or endpoint.console_url):
         note("no browser could be opened: open the URL yourself")
 
 

@@ -39,6 +39,7 @@ from rich.panel import Panel
 from weir_cli.connection import CONNECTION_FILE, Connection, ConnectionProblem, read_connection_file
 from weir_cli.render import fail, wrong_use
 from weir_cli.texts import counted
+from weir_client import AdminClient, WeirError
 
 from api.cli.guard import AlreadyRunning, Role, lock_home, stop_signals
 from api.core.endpoint import (
@@ -210,6 +211,16 @@ async def create_admin(
         await ensure_tenant(sessions, organization, project)
         await ensure_prices(sessions, models, encoders)
         return await create_key(sessions, organization, project, "admin", ADMIN_SCOPES)
+
+
+def operator_link(home: Path) -> str:
+    """Ask the server of `weir up` for a link that signs in its operator; empty if it gives none."""
+    try:
+        connection = read_connection_file(home / CONNECTION_FILE)
+        with AdminClient(connection.address, connection.admin_key) as admin:
+            return admin.create_sign_in_link(OPERATOR_EMAIL)
+    except (ConnectionProblem, WeirError):
+        return ""
 
 
 async def sign_in_link(database_url: str, console_url: str) -> str:
