@@ -216,7 +216,7 @@ async def test_the_border_ends_with_the_transaction(sessions: Sessions) -> None:
 
 async def test_the_audit_log_names_role_and_organization(sessions: Sessions) -> None:
     async with sessions.begin() as session:
-        await record_change(session, "system", "month.close", "theirs")
+        await record_change(session, "system", "month.close", "theirs", after={})
     async with acting(sessions, Actor("operator", ACME, is_bound=False)).begin() as session:
         await record_change(session, "wk_aaaaaaaa", "quota.set", str(uuid.uuid4()), after={})
     async with of(sessions, ACME).begin() as session:
