@@ -139,6 +139,14 @@ PEERS = {
             manager="npm",
         ),
         Peer(
+            "oidc_provider",
+            "oidc-provider",
+            ("install --no-audit --no-fund oidc-provider@9.13.3",),
+            ("tests/e2e/test_real_provider.py",),
+            "test_real_provider",
+            manager="npm",
+        ),
+        Peer(
             "agents",
             "@anthropic-ai/claude-code",
             (

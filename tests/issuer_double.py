@@ -23,6 +23,7 @@ from joserfc.jwk import ECKey, KeyParameters, OKPKey, RSAKey
 AUDIENCE = "weir"
 DISCOVERY = "/.well-known/openid-configuration"
 SigningKey = RSAKey | ECKey | OKPKey
+Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 Double = TypeVar("Double", bound="IssuerDouble")
 
 
@@ -71,7 +72,7 @@ class IssuerDouble:
         self.signing = key_of("P-256", "first")
         self.published: list[SigningKey] = [self.signing]
         self.read_count = 0
-        self.answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]] | None = None
+        self.answer: Answer | None = None
 
     def claims(self, **changes: Any) -> dict[str, Any]:
         """Return the claims of a token for five minutes; a change to None removes a claim."""
@@ -119,7 +120,8 @@ class ProviderDouble(IssuerDouble):
     """OpenID provider with the rules that OpenID Connect Core 1.0 and RFC 7636 have for a client.
 
     `person` has the claims of the person that signs in. `in_userinfo` are those that only the
-    endpoint for claims says. Each code works once, for its client, address and verifier.
+    endpoint for claims says. Each code works once, for its client, address and verifier. `instead`
+    has the answers of paths that are not those of a provider.
     """
 
     CLIENT, SECRET = "weir-console", "s3cret/with:signs"
@@ -130,6 +132,8 @@ class ProviderDouble(IssuerDouble):
         self.person: dict[str, Any] = {}
         self.in_userinfo: frozenset[str] = frozenset({"email", "email_verified", "groups"})
         self.token_changes: dict[str, Any] = {}
+        self.methods: list[str] | None = None  # of authenticating the client, as announced
+        self.instead: dict[str, Answer] = {}
         self._codes: dict[str, dict[str, str]] = {}
         self._access: dict[str, dict[str, Any]] = {}
 
@@ -150,20 +154,11 @@ class ProviderDouble(IssuerDouble):
         return {"code": code, "state": query["state"], "iss": self.url}
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        if self.answer is not None:
-            return await self.answer(request)
+        if (answer := self.instead.get(request.path, self.answer)) is not None:
+            return await answer(request)
         match request.path:
             case "/.well-known/openid-configuration":
-                return web.json_response(
-                    {
-                        "issuer": self.url,
-                        "jwks_uri": f"{self.url}/keys",
-                        "authorization_endpoint": f"{self.url}/authorize?tenant=1",
-                        "token_endpoint": f"{self.url}/token",
-                        "userinfo_endpoint": f"{self.url}/userinfo",
-                        "authorization_response_iss_parameter_supported": True,
-                    }
-                )
+                return web.json_response(self.document())
             case "/token":
                 return await self._token(request)
             case "/userinfo":
@@ -173,11 +168,30 @@ class ProviderDouble(IssuerDouble):
                 return web.json_response(self._access[access])
         return await super()._answer(request)
 
+    def document(self) -> dict[str, Any]:
+        """Return what the provider says of itself."""
+        methods = self.methods
+        return {
+            "issuer": self.url,
+            "jwks_uri": f"{self.url}/keys",
+            "authorization_endpoint": f"{self.url}/authorize?tenant=1",
+            "token_endpoint": f"{self.url}/token",
+            "userinfo_endpoint": f"{self.url}/userinfo",
+            "authorization_response_iss_parameter_supported": True,
+        } | ({} if methods is None else {"token_endpoint_auth_methods_supported": methods})
+
+    def _is_client(self, request: web.BaseRequest, form: Mapping[str, str]) -> bool:
+        """Return whether a request has the client's secret, in the way that was announced."""
+        if "client_secret_basic" in (self.methods or ("client_secret_basic",)):
+            sent = b64decode(request.headers.get("authorization", "").removeprefix("Basic "))
+            client, _, secret = sent.decode().partition(":")
+            return (unquote(client), unquote(secret)) == (self.CLIENT, self.SECRET)
+        secret = "" if self.methods == ["none"] else self.SECRET
+        return (form.get("client_id"), form.get("client_secret", "")) == (self.CLIENT, secret)
+
     async def _token(self, request: web.BaseRequest) -> web.Response:
         form = {name: values[0] for name, values in parse_qs(await request.text()).items()}
-        pair = b64decode(request.headers.get("authorization", "").removeprefix("Basic ")).decode()
-        client, _, secret = pair.partition(":")
-        if (unquote(client), unquote(secret)) != (self.CLIENT, self.SECRET):
+        if not self._is_client(request, form):
             return web.json_response({"error": "invalid_client"}, status=401)
         requested = self._codes.pop(form.get("code", ""), {})
         digest = sha256(form.get("code_verifier", "").encode()).digest()

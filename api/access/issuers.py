@@ -115,10 +115,10 @@ def is_token(secret: str) -> bool:
     return len(secret) <= TOKEN_BYTES_MAX and TOKEN_FORM.fullmatch(secret) is not None
 
 
-def parse_token(text: str) -> UnverifiedToken:
+def parse_token(text: str, bytes_max: int = TOKEN_BYTES_MAX) -> UnverifiedToken:
     """Parse a token without verifying it. Raises: TokenInvalid."""
-    if len(text) > TOKEN_BYTES_MAX:
-        raise TokenInvalid(f"it has more than {TOKEN_BYTES_MAX:,} bytes")
+    if len(text) > bytes_max:
+        raise TokenInvalid(f"it has more than {bytes_max:,} bytes")
     if TOKEN_FORM.fullmatch(text) is None:
         raise TokenInvalid("it does not have three parts in base64url")
     head, body, _ = text.split(".")
@@ -169,9 +169,15 @@ class TokenVerifier:
     change of either.
     """
 
-    def __init__(self, keys: IssuerKeys, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        keys: IssuerKeys,
+        clock: Callable[[], float] = time.time,
+        remembered_max: int = REMEMBERED_MAX,
+    ) -> None:
         self.keys = keys
         self._clock = clock
+        self._remembered_max = remembered_max
         # By hash of the token: the issuer, the version of its keys, and the result
         self._verified: OrderedDict[bytes, tuple[Issuer, int, VerifiedToken]] = OrderedDict()
 
@@ -192,7 +198,7 @@ class TokenVerifier:
         version = self.keys.version(issuer.source)
         if version is not None:
             self._verified[digest] = issuer, version, verified
-            if len(self._verified) > REMEMBERED_MAX:
+            if len(self._verified) > self._remembered_max:
                 self._verified.popitem(last=False)
         return verified
 

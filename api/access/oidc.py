@@ -8,18 +8,35 @@ the same browser (`Flow`), and only for some minutes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import secrets
 import time
 from base64 import b64encode, urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from api.access.issuer_keys import DOCUMENT_BYTES_MAX, IssuerKeys, KeySource, discover, parse_object
-from api.access.issuers import Issuer, TokenUse, TokenVerifier, parse_token
+from api.access.issuer_keys import (
+    DOCUMENT_BYTES_MAX,
+    IssuerKeys,
+    KeySource,
+    checked_issuer_url,
+    discover,
+    parse_object,
+)
+from api.access.issuers import (
+    LEEWAY_S,
+    Issuer,
+    TokenUse,
+    TokenVerifier,
+    parse_token,
+    time_claim,
+)
 from api.access.providers import Provider
 from api.core.errors import IssuerUnavailable
 from metering.core.errors import InvalidValue, TokenInvalid
@@ -29,11 +46,11 @@ from metering.tenants.sign_in import Identity
 
 FLOW_S = 600  # to sign in at the provider, with a second factor perhaps
 READ_S = 10.0  # of one answer of a provider
-EXCHANGES_AT_ONCE = 16
-DISCOVERED_S = 600.0
+EXCHANGES_AT_ONCE = 16  # with one provider
+DISCOVERED_S, AGAIN_AFTER_S = 600.0, 30.0  # after a read that failed, if one is known
 RANDOM_BYTES = 32
 VALUE_CHARS_MAX = 4096  # of `code` and `state`
-GROUPS_MAX, GROUP_CHARS_MAX = 2000, 255
+ID_TOKEN_BYTES_MAX = 64 * 1024  # with the groups of a person
 LOGOUT_EVENT = "http://schemas.openid.net/event/backchannel-logout"
 LIFETIME_MAX_S = 24 * 3600  # of an ID token, which is used at once
 
@@ -89,12 +106,13 @@ class Flow:
             found = {}
         names = ("provider", "route", "state", "nonce", "verifier")
         provider, route, state, nonce, verifier = (
-            each if isinstance(each, str) else "" for each in map(found.get, names)
+            each if isinstance(each, str) and each.isascii() else ""
+            for each in map(found.get, names)
         )
         begun_at = found.get("begun_at")
         if (
             not (provider and state and nonce and verifier and isinstance(begun_at, int))
-            or not 0 <= time.time() - begun_at < FLOW_S
+            or not 0 <= int(time.time()) - begun_at < FLOW_S
         ):
             raise SignInFailed(EXPIRED, "the browser has no cookie of a sign-in that has begun")
         return cls(provider, route, state, nonce, verifier, begun_at)
@@ -110,10 +128,14 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Logout:
-    """Sessions that a provider ends: one of its own, all of a subject, or the one of both."""
+    """Sessions that a provider ends: one of its own, all of a subject, or the one of both.
+
+    Those that began after the Unix time `begun_before` are not meant: a token sent again ends none.
+    """
 
     subject: str
     session_id: str
+    begun_before: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +157,12 @@ class OpenIdClient:
         """`redirect_uri` is the address of this server to which providers send browsers back."""
         self.redirect_uri = redirect_uri
         self.keys = IssuerKeys(private=True)
-        self._verifier = TokenVerifier(self.keys)
+        self._verifier = TokenVerifier(self.keys, remembered_max=0)  # each token comes once
         self._endpoints: dict[str, _Endpoints] = {}
-        self._exchanges = asyncio.Semaphore(EXCHANGES_AT_ONCE)
+        self._discoveries: dict[str, asyncio.Task[_Endpoints]] = {}
+        self._exchanges: defaultdict[str, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(EXCHANGES_AT_ONCE)
+        )
 
     async def address(self, provider: Provider, flow: Flow) -> str:
         """Return the address at the provider where a sign-in continues. Raises: SignInFailed."""
@@ -161,7 +186,7 @@ class OpenIdClient:
         Raises: SignInFailed.
         """
         state = answer.get("state", "")
-        if not secrets.compare_digest(state.encode(), flow.state.encode()):
+        if state != flow.state:  # both are from this browser, so times tell it nothing
             raise SignInFailed(EXPIRED, "`state` is that of another sign-in")
         endpoints = await self._discovered(provider)
         # RFC 9207: another provider must not get a code of this one, or bring one of its own
@@ -175,7 +200,7 @@ class OpenIdClient:
         code = answer.get("code", "")
         if not 0 < len(code) <= VALUE_CHARS_MAX:
             raise SignInFailed(INVALID, "the answer has no code")
-        async with self._exchanges:
+        async with self._turn(provider):
             tokens = await self._exchange(provider, endpoints, flow, code)
             claims = await self._claims(provider, tokens.get("id_token"), flow.nonce)
             claims = await self._with_userinfo(provider, endpoints, claims, tokens)
@@ -189,6 +214,9 @@ class OpenIdClient:
         verified = await self._verifier.verify(
             parse_token(text), issuer_of(provider, TokenUse.LOGOUT)
         )
+        issued_at = time_claim(verified.claims, "iat")
+        if issued_at is None:
+            raise TokenInvalid("`iat` is missing")
         events = verified.claims.get("events")
         if not isinstance(events, dict) or LOGOUT_EVENT not in events:
             raise TokenInvalid(f"`events` does not have {LOGOUT_EVENT}")
@@ -196,16 +224,49 @@ class OpenIdClient:
             raise TokenInvalid("it has a `nonce`, so it is not a logout token")
         if not verified.subject and not verified.session_id:
             raise TokenInvalid("it has neither `sub` nor `sid`")
-        return Logout(verified.subject, verified.session_id)
+        return Logout(verified.subject, verified.session_id, issued_at + LEEWAY_S)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, provider: Provider) -> AsyncIterator[None]:
+        """Wait for one of the exchanges with a provider. Raises: SignInFailed."""
+        exchanges = self._exchanges[provider.name]
+        try:
+            async with asyncio.timeout(READ_S):
+                await exchanges.acquire()
+        except TimeoutError:
+            raise SignInFailed(UNAVAILABLE, "too many sign-ins wait for the provider") from None
+        try:
+            yield
+        finally:
+            exchanges.release()
 
     async def _discovered(self, provider: Provider) -> _Endpoints:
+        """Return the addresses of a provider. Callers share a read. Raises: SignInFailed."""
         known = self._endpoints.get(provider.name)
         if known is not None and time.monotonic() - known.read_at < DISCOVERED_S:
             return known
+        reading = self._discoveries.get(provider.name)
+        if reading is None:
+            reading = asyncio.create_task(self._discover(provider, known))
+            self._discoveries[provider.name] = reading
+            reading.add_done_callback(partial(self._discovery_ended, provider.name))
+        try:
+            return await asyncio.shield(reading)
+        except SignInFailed as failed:  # one instance in many tasks would collect their tracebacks
+            raise SignInFailed(failed.reason, str(failed)) from None
+
+    def _discovery_ended(self, name: str, reading: asyncio.Task[_Endpoints]) -> None:
+        del self._discoveries[name]
+        if not reading.cancelled():
+            reading.exception()  # all who waited for it may be gone
+
+    async def _discover(self, provider: Provider, known: _Endpoints | None) -> _Endpoints:
         try:
             found = await discover(provider.issuer, private=True)
         except (DocumentUnread, InvalidValue, ValueError) as error:
             if known is not None:
+                known = replace(known, read_at=time.monotonic() - DISCOVERED_S + AGAIN_AFTER_S)
+                self._endpoints[provider.name] = known
                 return known
             raise SignInFailed(UNAVAILABLE, f"its discovery document: {error}") from error
         methods = found.get("token_endpoint_auth_methods_supported")
@@ -226,10 +287,13 @@ class OpenIdClient:
         address = found.get(name, "")
         if not address and not is_needed:
             return ""
-        own = urlsplit(provider.issuer).scheme
-        if not isinstance(address, str) or urlsplit(address).scheme not in ("https", own):
+        try:
+            checked = checked_issuer_url(str(address), private=True, field=name)
+        except InvalidValue as error:
+            raise SignInFailed(UNAVAILABLE, f"its discovery document: {error}") from error
+        if urlsplit(checked).scheme not in ("https", urlsplit(provider.issuer).scheme):
             raise SignInFailed(UNAVAILABLE, f"its `{name}` is not an address of https")
-        return address
+        return checked
 
     async def _exchange(
         self, provider: Provider, endpoints: _Endpoints, flow: Flow, code: str
@@ -260,14 +324,13 @@ class OpenIdClient:
             raise SignInFailed(INVALID, "the provider sent no ID token")
         try:
             verified = await self._verifier.verify(
-                parse_token(token), issuer_of(provider, TokenUse.SIGN_IN)
+                parse_token(token, ID_TOKEN_BYTES_MAX), issuer_of(provider, TokenUse.SIGN_IN)
             )
         except TokenInvalid as error:
             raise SignInFailed(INVALID, f"its ID token: {error}") from error
         except IssuerUnavailable as error:
             raise SignInFailed(UNAVAILABLE, str(error)) from error
-        found = verified.claims.get("nonce")
-        if not isinstance(found, str) or not secrets.compare_digest(found.encode(), nonce.encode()):
+        if verified.claims.get("nonce") != nonce:
             raise SignInFailed(INVALID, "its ID token is that of another sign-in (`nonce`)")
         return verified.claims
 
@@ -289,7 +352,12 @@ class OpenIdClient:
         found = await self._read(endpoints.userinfo, headers)
         if found.get("sub") != claims["sub"]:
             raise SignInFailed(INVALID, "its endpoint for claims answered for another `sub`")
-        return {**found, **claims}
+        # `email_verified` tells of the address beside it
+        known = claims if "email" in claims else found
+        verified = {"email_verified": known["email_verified"]} if "email_verified" in known else {}
+        merged = {**found, **claims}
+        merged.pop("email_verified", None)
+        return merged | verified
 
     async def _read(
         self, url: str, headers: Mapping[str, str], form: str | None = None
@@ -315,7 +383,10 @@ def issuer_of(provider: Provider, use: TokenUse) -> Issuer:
 
 
 def identity_of(provider: Provider, claims: Mapping[str, Any]) -> Identity:
-    """Return what a provider says of a person, without what it may not or does not vouch for."""
+    """Return what a provider says of a person, without what it may not or does not vouch for.
+
+    Raises: SignInFailed if it leaves groups out.
+    """
     email = claims.get("email")
     address = email.strip().lower() if isinstance(email, str) else ""
     if address:
@@ -325,9 +396,18 @@ def identity_of(provider: Provider, claims: Mapping[str, Any]) -> Identity:
             address = ""
     is_own = address.rpartition("@")[2] in provider.email_domains
     # Some write it as a text. Some never say it: the operator vouches for their own domains then.
-    is_verified = claims.get("email_verified", is_own) in (True, "true")
+    said = claims.get("email_verified", is_own)
+    is_verified = said is True or said == "true"
     if not is_verified or (provider.email_domains and not is_own):
         address = ""
+    elsewhere = claims.get("_claim_names")
+    if provider.rules and isinstance(elsewhere, dict) and provider.groups_claim in elsewhere:
+        # None would end memberships
+        raise SignInFailed(
+            INVALID,
+            f"`{provider.groups_claim}` is left out, because the person has too many: let the"
+            " provider send those that the rules name",
+        )
     name = claims.get("name")
     return Identity(
         provider=provider.name,
@@ -342,8 +422,4 @@ def identity_of(provider: Provider, claims: Mapping[str, Any]) -> Identity:
 def groups_of(value: object) -> frozenset[str]:
     """Return the groups in a claim: a list of names, or one name."""
     listed = value if isinstance(value, list) else [value]
-    return frozenset(
-        each
-        for each in listed[:GROUPS_MAX]
-        if isinstance(each, str) and 0 < len(each) <= GROUP_CHARS_MAX
-    )
+    return frozenset(each for each in listed if isinstance(each, str))

@@ -28,7 +28,8 @@ PROVIDERS_MAX, RULES_MAX = 20, 1000
 SECRET_BYTES_MAX = 4096
 SCOPES = ("openid", "email", "profile")
 SESSION_HOURS, SESSION_HOURS_MAX = 12.0, 24.0 * 30
-IDLE_MINUTES, IDLE_MINUTES_MAX = 60.0, 60.0 * 24 * 30
+# Uses are noted once a minute, so a shorter time would end sessions in use
+IDLE_MINUTES, IDLE_MINUTES_MIN, IDLE_MINUTES_MAX = 60.0, 5.0, 60.0 * 24 * 30
 OF_PROVIDER = (
     *("issuer", "client_id", "client_secret_file", "title", "scopes", "email_domains"),
     *("groups_claim", "groups", "session_hours", "idle_minutes"),
@@ -176,7 +177,7 @@ class SignInReader(StrictReader):
         keys = self.mapping(node, location, OF_PROVIDER)
         self.require(node, location, keys, "issuer", "client_id")
         hours = number(0.1, SESSION_HOURS_MAX)
-        minutes = number(1, IDLE_MINUTES_MAX)
+        minutes = number(IDLE_MINUTES_MIN, IDLE_MINUTES_MAX)
         scopes = self._list(keys, location, "scopes", scope) or SCOPES
         if "openid" not in scopes:
             self.wrong(keys.get("scopes"), f"{location}.scopes", "must have openid")

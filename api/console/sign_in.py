@@ -24,13 +24,13 @@ import structlog
 from aiohttp import web
 
 from api.access.auth import Authenticator
-from api.access.oidc import Flow, OpenIdClient, SignInFailed
+from api.access.oidc import UNAVAILABLE, Flow, OpenIdClient, SignInFailed
 from api.access.providers import Provider, SignInFile
 from api.core.addresses import FORWARDED_FOR
 from api.core.errors import IssuerUnavailable, PermissionDenied
 from api.openai.error_responses import HttpFault
 from api.openai.listener import peer_of, read_body
-from metering.core.errors import InvalidValue, TokenInvalid
+from metering.core.errors import DatabaseUnavailable, InvalidValue, TokenInvalid
 from metering.store.db import Sessions
 from metering.tenants.invitations import accept_invitation
 from metering.tenants.members import memberships_of
@@ -55,6 +55,7 @@ PAGES = "/console/sign-in/"
 CALLBACK = "callback"
 CSRF_HEADER, ORGANIZATION_HEADER = "weir-csrf", "weir-organization"
 BODY_BYTES_MAX = 16_384  # a logout token, or a small object
+FIELDS_MAX = 10  # of a form
 FLOW_COOKIE_S = 600
 TOUCHED_EVERY_S, TOUCHED_MAX = 60.0, 10_000
 ROUTE = re.compile(r"/[\w/.@%&=?,:-]{0,300}", re.ASCII)
@@ -158,6 +159,8 @@ class SignIn:
             return self._failed(provider_name, failed.reason, failed)
         except SignInRefused as refused:
             return self._failed(provider_name, refused.why, refused)
+        except DatabaseUnavailable as away:
+            return self._failed(provider_name, UNAVAILABLE, away)
         route = flow.route if ROUTE.fullmatch(flow.route) else "/"
         response = found(f"{self._file.url}/#{route}")
         self._set_session(response, secret, provider.terms)
@@ -168,7 +171,11 @@ class SignIn:
         """End sessions that a provider says have ended (OpenID Connect Back-Channel Logout)."""
         method_is(request, "POST")
         body = await read_body(request, BODY_BYTES_MAX)
-        form = dict(parse_qsl(body.decode(errors="replace"), max_num_fields=10))
+        try:
+            form = dict(parse_qsl(body.decode(errors="replace"), max_num_fields=FIELDS_MAX))
+        except ValueError:
+            reason = f"the form has more than {FIELDS_MAX} fields"
+            return plain(400, {"error": "invalid_request", "error_description": reason})
         try:
             ended = await self.client.logout(provider, form.get("logout_token", ""))
         except TokenInvalid as invalid:
@@ -184,6 +191,7 @@ class SignIn:
                 issuer=provider.issuer,
                 subject=ended.subject,
                 provider_session=ended.session_id,
+                begun_before=ended.begun_before,
             )
         return plain(200, {})
 
@@ -226,7 +234,12 @@ class SignIn:
                 address=self._address(request),
             )
             secret = await begin_session(
-                session, accepted.member.person_id, TERMS, address=self._address_text(request)
+                session,
+                accepted.member.person_id,
+                TERMS,
+                # Who invites knows the token too, and must not get what the person has elsewhere
+                organization_id=accepted.member.organization_id,
+                address=self._address_text(request),
             )
         return self._begun(secret)
 
@@ -284,8 +297,12 @@ class SignIn:
         self._touched.move_to_end(digest)
         if len(self._touched) > TOUCHED_MAX:
             self._touched.popitem(last=False)
-        async with self._sessions.begin() as session:
-            await touch_session(session, cookie.secret)
+        try:
+            async with self._sessions.begin() as session:
+                await touch_session(session, cookie.secret)
+        except BaseException:
+            self._touched.pop(digest, None)
+            raise
 
     async def person_of(self, cookie: Cookie) -> SignedIn:
         """Return the person of a session, and its memberships. Raises: KeyInvalid."""

@@ -298,13 +298,15 @@ class SignInSession(Base):
     """Session of a person who signed in. Only the SHA-256 of its secret is stored.
 
     `provider` is the name of the one that vouched for the person, with its own id of the session;
-    empty for a link. It ends at `expires_at`, or after `idle_max_s` without use.
+    empty for a link or an invitation. One that an invitation began acts in that organization only.
+    It ends at `expires_at`, or after `idle_max_s` without use.
     """
 
     __tablename__ = "sign_in_sessions"
 
     id: Mapped[GeneratedId]
     person_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("persons.id"))
+    organization_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("organizations.id"))
     secret_hash: Mapped[bytes] = mapped_column(unique=True)
     provider: Mapped[str]
     provider_session: Mapped[str]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, Select, and_, func, or_, select, update
+from sqlalchemy import ColumnElement, Row, Select, and_, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.control.live import cancel_requests_of_key, recheck_key
@@ -27,6 +27,8 @@ from metering.core.models import (
     Organization,
     Person,
     Project,
+    SignInLink,
+    SignInSession,
     record_of,
 )
 from metering.core.pages import check_page_size, page_values
@@ -376,6 +378,7 @@ async def rename_person(
 async def deactivate_person(session: AsyncSession, *, person: str, actor: str) -> Person:
     """Refuse all keys of a person, in every organization, and cancel their requests. Idempotent.
 
+    The sessions of the person end, and links that sign it in are refused.
     Keys of service accounts go on. Raises: NotFound; LastOwner, for any organization.
     """
     found = await find_person(session, person)
@@ -386,6 +389,10 @@ async def deactivate_person(session: AsyncSession, *, person: str, actor: str) -
         owner = await session.get_one(Organization, each.organization_id)
         await check_owner_remains(session, owner, each)
     if await _set_active(session, found, actor, is_active=False):
+        # A reactivation must not bring them back
+        of_person = SignInSession.person_id == found.id, SignInSession.ended_at.is_(None)
+        await session.execute(update(SignInSession).where(*of_person).values(ended_at=func.now()))
+        await session.execute(delete(SignInLink).where(SignInLink.person_id == found.id))
         owned = select(ApiKeyOwner.api_key_id).where(ApiKeyOwner.person_id == found.id)
         for key_id in await session.scalars(owned.order_by(ApiKeyOwner.api_key_id)):
             await cancel_requests_of_key(session, key_id)

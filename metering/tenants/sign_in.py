@@ -13,12 +13,12 @@ import re
 import secrets
 import uuid
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 
 import structlog
-from sqlalchemy import ColumnElement, and_, bindparam, delete, func, select, update
+from sqlalchemy import ColumnElement, Double, and_, bindparam, cast, delete, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -56,7 +56,7 @@ from metering.tenants.members import (
     memberships_of,
     remove_member,
 )
-from metering.tenants.tenants import find_organization
+from metering.tenants.tenants import check_open, find_organization
 
 SECRET_BYTES = 32
 SESSION_FORM = re.compile(r"ws_[0-9A-Za-z_-]{43}", re.ASCII)
@@ -116,6 +116,10 @@ class GroupRule:
     project: str = ""
 
 
+# Role and project of memberships, by id of the organization
+Wanted = dict[uuid.UUID, tuple[str, Project]]
+
+
 @dataclass(frozen=True, slots=True)
 class SessionTerms:
     """Bounds of a session: it ends after `lifetime`, or after `idle_max` without use."""
@@ -154,32 +158,78 @@ async def identify(
     A person known by e-mail address only gets the identity. An unknown one is created if a
     rule gives a membership. Raises: SignInRefused.
     """
-    given = [rule for rule in rules if rule.group in identity.groups]
+    wanted = await _memberships_of_groups(session, identity, rules)
     person = await _find_person(session, identity)
+    present = [] if person is None else await memberships_of(session, person.id)
+    # Organizations by id, then the person: the order of all changes of members
+    for organization_id in sorted(wanted.keys() | {each.organization_id for each in present}):
+        await lock_groups(session, organization_id)
     if person is None:
         if not identity.email:
             raise SignInRefused(Refusal.NO_EMAIL)
-        if not given:
+        if not wanted:
             raise SignInRefused(Refusal.NOT_A_MEMBER)
         person = await _create_person(session, identity)
+    await _bind(session, person, identity)
     if person.deactivated_at is not None:
         raise SignInRefused(Refusal.DEACTIVATED)
-    await align_memberships(session, person, identity.provider, given)
+    await align_memberships(session, person, identity.provider, wanted)
     return person
 
 
+async def _memberships_of_groups(
+    session: AsyncSession, identity: Identity, rules: Collection[GroupRule]
+) -> Wanted:
+    """Return the memberships that the rules give. The first rule for an organization decides.
+
+    A rule that names no organization or project, or a closed one, is left out: the log says so.
+    """
+    wanted: Wanted = {}
+    for rule in rules:
+        if rule.group not in identity.groups:
+            continue
+        try:
+            owner = await find_organization(session, rule.organization)
+            project = await project_for_member(session, owner, rule.project)
+            await check_open(session, project)
+        except (NotFound, InvalidValue) as error:
+            log.warning("sign_in_rule_ignored", provider=identity.provider, cause=str(error))
+            continue
+        wanted.setdefault(owner.id, (rule.role, project))
+    return wanted
+
+
 async def _find_person(session: AsyncSession, identity: Identity) -> Person | None:
+    """Return the person of an identity, or one with its address and no identity yet; maybe none.
+
+    Raises: SignInRefused if the address belongs to another identity.
+    """
     known = and_(Person.issuer == identity.issuer, Person.subject == identity.subject)
     person = await session.scalar(select(Person).where(known))
-    if person is not None or not identity.email:
-        return person
-    by_email = select(Person).where(Person.email == identity.email)
-    person = await session.scalar(by_email.with_for_update(key_share=True))
-    if person is None:
-        return None
-    if person.subject is not None:
-        # Perhaps another person, with the address of one that left.
+    if person is None and identity.email:
+        person = await session.scalar(select(Person).where(Person.email == identity.email))
+    if person is not None:
+        check_identity(person, identity)
+    return person
+
+
+def check_identity(person: Person, identity: Identity) -> None:
+    """Raise SignInRefused if a person has another identity than this one."""
+    found = (person.issuer, person.subject)
+    if person.subject is not None and found != (identity.issuer, identity.subject):
+        # Perhaps another person, with the address of one that left
         raise SignInRefused(Refusal.OTHER_IDENTITY)
+
+
+async def _bind(session: AsyncSession, person: Person, identity: Identity) -> None:
+    """Lock a person, and give it the identity by which it is known from now on.
+
+    Raises: SignInRefused if it got another one meanwhile.
+    """
+    await session.refresh(person, with_for_update={"key_share": True})
+    check_identity(person, identity)
+    if person.subject is not None:
+        return
     before = snapshot(person)
     bound = update(Person).where(Person.id == person.id)
     await session.execute(bound.values(issuer=identity.issuer, subject=identity.subject))
@@ -192,7 +242,6 @@ async def _find_person(session: AsyncSession, identity: Identity) -> Person | No
         before=before,
         after=snapshot(person),
     )
-    return person
 
 
 async def _create_person(session: AsyncSession, identity: Identity) -> Person:
@@ -204,8 +253,11 @@ async def _create_person(session: AsyncSession, identity: Identity) -> Person:
         "subject": identity.subject,
     }
     made = insert(Person).values(values).on_conflict_do_nothing().returning(Person)
-    if (person := await session.scalar(made)) is None:  # created at the same time
-        raise SignInRefused(Refusal.OTHER_IDENTITY)
+    person = await session.scalar(made)
+    if person is None:  # created at the same time, by another sign-in or an invitation
+        if (person := await _find_person(session, identity)) is None:
+            raise SignInRefused(Refusal.OTHER_IDENTITY)
+        return person
     await record_change(
         session, SYSTEM, "person.create", str(person.id), before=None, after=snapshot(person)
     )
@@ -213,23 +265,13 @@ async def _create_person(session: AsyncSession, identity: Identity) -> Person:
 
 
 async def align_memberships(
-    session: AsyncSession, person: Person, provider: str, given: Sequence[GroupRule]
+    session: AsyncSession, person: Person, provider: str, wanted: Wanted
 ) -> None:
     """Make the memberships of a person those that groups of a provider give.
 
-    The first rule for an organization decides. Memberships by invitation stay as they are. The last
-    owner of an organization stays too, and so does a membership of an organization that the rules
-    name wrongly: the log says so.
+    Memberships by invitation stay as they are, and so does the last owner of an organization. The
+    caller has locked the organizations and the person.
     """
-    wanted: dict[uuid.UUID, tuple[str, Project]] = {}
-    for rule in given:
-        try:
-            owner = await find_organization(session, rule.organization)
-            project = await project_for_member(session, owner, rule.project)
-        except (NotFound, InvalidValue) as error:
-            log.warning("sign_in_rule_ignored", provider=provider, cause=str(error))
-            continue
-        wanted.setdefault(owner.id, (rule.role, project))
     present = {each.organization_id: each for each in await memberships_of(session, person.id)}
     owned = select(GroupMembership.membership_id).where(GroupMembership.provider == provider)
     of_groups = set(await session.scalars(owned))
@@ -248,7 +290,6 @@ async def align_memberships(
 async def _add(
     session: AsyncSession, person: Person, provider: str, role: str, project: Project
 ) -> None:
-    await lock_groups(session, project.organization_id)
     try:
         await find_member(session, str(project.organization_id), str(person.id))
     except NotFound:
@@ -304,15 +345,20 @@ async def begin_session(
     *,
     provider: str = "",
     provider_session: str = "",
+    organization_id: uuid.UUID | None = None,
     address: str = "",
 ) -> str:
-    """Begin a session of a person and return its secret."""
+    """Begin a session of a person and return its secret.
+
+    With `organization_id` it acts there only, whatever else the person is a member of.
+    """
     secret = new_secret("ws")
     await session.execute(
         select(Person.id).where(Person.id == person_id).with_for_update(key_share=True)
     )
     values = {
         "person_id": person_id,
+        "organization_id": organization_id,
         "secret_hash": hash_of(secret),
         "provider": provider,
         "provider_session": provider_session,
@@ -344,13 +390,23 @@ async def end_session(session: AsyncSession, secret: str) -> None:
 
 
 async def end_sessions_of(
-    session: AsyncSession, *, provider: str, issuer: str, subject: str, provider_session: str
+    session: AsyncSession,
+    *,
+    provider: str,
+    issuer: str,
+    subject: str,
+    provider_session: str,
+    begun_before: float,
 ) -> int:
     """End the sessions that a provider ends: one of its own, or all of a subject. Returns how many.
 
-    With both, the session must be of the subject.
+    With both, the session must be of the subject. Those that began after the Unix time
+    `begun_before` go on, so that a repeated message ends nothing new.
     """
-    conditions: list[ColumnElement[bool]] = [SignInSession.provider == provider]
+    conditions: list[ColumnElement[bool]] = [
+        SignInSession.provider == provider,
+        SignInSession.created_at < func.to_timestamp(begun_before),
+    ]
     if provider_session:
         conditions.append(SignInSession.provider_session == provider_session)
     if subject:
@@ -397,34 +453,39 @@ async def signed_in(session: AsyncSession, secret: str) -> SignedIn:
     """Return the person of a session and its memberships. Raises: KeyInvalid."""
     recently = (SignInSession.last_used_at > func.now() - TOUCHED_AFTER).label("recently")
     query = (
-        select(Person, SignInSession.expires_at, recently)
+        select(Person, SignInSession.organization_id, SignInSession.expires_at, recently)
         .join(SignInSession, SignInSession.person_id == Person.id)
         .where(*_in_force(hash_of(secret)), Person.deactivated_at.is_(None))
     )
     if (row := (await session.execute(query)).one_or_none()) is None:
         raise KeyInvalid(SESSION_ENDED)
-    person, expires_at, is_touched = row
-    return SignedIn(person, await memberships_of(session, person.id), expires_at, is_touched)
+    person, organization_id, expires_at, is_touched = row
+    memberships = [
+        each
+        for each in await memberships_of(session, person.id)
+        if organization_id in (None, each.organization_id)
+    ]
+    return SignedIn(person, memberships, expires_at, is_touched)
 
 
 async def touch_session(session: AsyncSession, secret: str) -> None:
-    """Note that a session is used, which keeps it from ending for lack of use."""
+    """Note that a session in force is used, which keeps it from ending for lack of use."""
     await session.execute(
         update(SignInSession)
-        .where(
-            SignInSession.secret_hash == hash_of(secret),
-            SignInSession.last_used_at < func.now() - TOUCHED_AFTER,
-        )
+        .where(*_in_force(hash_of(secret)), SignInSession.last_used_at < func.now() - TOUCHED_AFTER)
         .values(last_used_at=func.now())
     )
 
 
+LEFT_S = cast(func.extract("epoch", SignInSession.expires_at - func.now()), Double)
 OF_SESSION = (
-    select(Membership.api_key_id, SignInSession.expires_at)
+    select(Membership.api_key_id, LEFT_S.label("left_s"))
     .join(SignInSession, SignInSession.person_id == Membership.person_id)
     .where(
         *_in_force(bindparam("secret_hash")),
         Membership.organization_id == bindparam("organization_id"),
+        func.coalesce(SignInSession.organization_id, Membership.organization_id)
+        == Membership.organization_id,
         Membership.removed_at.is_(None),
     )
 )
@@ -457,7 +518,10 @@ async def authenticate_session(session: AsyncSession, acting: str) -> Principal:
     key = await session.execute(PRINCIPAL_OF_MEMBER, {"api_key_id": row.api_key_id})
     if (principal := key.one_or_none()) is None:
         raise KeyInvalid(SESSION_ENDED)
-    return principal_of_row(principal, secret_hash)
+    found_principal = principal_of_row(principal, secret_hash)
+    key_left_s = found_principal.secret_lifetime_s
+    left_s = row.left_s if key_left_s is None else min(row.left_s, key_left_s)
+    return replace(found_principal, secret_lifetime_s=left_s)
 
 
 # Links
@@ -501,7 +565,10 @@ async def use_link(session: AsyncSession, secret: str) -> uuid.UUID:
     if LINK_FORM.fullmatch(secret) is None:
         raise KeyInvalid(LINK_INVALID)
     used = delete(SignInLink).where(
-        SignInLink.secret_hash == hash_of(secret), SignInLink.expires_at > func.now()
+        SignInLink.secret_hash == hash_of(secret),
+        SignInLink.expires_at > func.now(),
+        SignInLink.person_id == Person.id,
+        Person.deactivated_at.is_(None),
     )
     person_id: uuid.UUID | None = await session.scalar(used.returning(SignInLink.person_id))
     if person_id is None:

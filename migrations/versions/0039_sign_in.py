@@ -14,6 +14,9 @@ CREATE TABLE sign_in_sessions (
     id uuid DEFAULT gen_random_uuid() CONSTRAINT pk_sign_in_sessions PRIMARY KEY,
     person_id uuid NOT NULL
         CONSTRAINT fk_sign_in_sessions_person_id_persons REFERENCES persons (id),
+    organization_id uuid
+        CONSTRAINT fk_sign_in_sessions_organization_id_organizations
+        REFERENCES organizations (id),
     secret_hash bytea NOT NULL CONSTRAINT uq_sign_in_sessions_secret_hash UNIQUE,
     provider text NOT NULL,
     provider_session text NOT NULL,

@@ -23,6 +23,8 @@ LOOPS = {
     "target_names": "fleet.follow_names",
     "launching": "launching.run",
     "key_uses": "uses.run",
+    "issuer_keys": "issuer_keys.run",
+    "provider_keys": "sign_in.client.keys.run",
     "progress": "registry.report_progress_regularly",
     "loop_lag": "observer.loop_lag.measure",
     "spare_workers": "spares.serve",
@@ -57,8 +59,8 @@ async def test_a_loop_that_raises_is_restarted_alone(monkeypatch: pytest.MonkeyP
     parts.holds.run = loop("holds")
     monkeypatch.setattr(root, "log_statistics_regularly", loop("statistics_log"))
     server = root.Server(Settings(), parts.spares)
-    followers = ("control", "exchange", "fleet", "launching", "notices", "uses")
-    for name in (*followers, "registry", "observer", "holds", "pace"):
+    followers = ("control", "exchange", "fleet", "launching", "notices", "uses", "issuer_keys")
+    for name in (*followers, "sign_in", "registry", "observer", "holds", "pace"):
         setattr(server, name, getattr(parts, name))
     monkeypatch.setattr(server, "recover_regularly", loop("recovery"))
     before = INCIDENT_COUNTS.copy()

@@ -110,6 +110,7 @@ ACTS: list[tuple[str, Fields]] = [
     ("UpdatePerson", lambda m: {"person": m["email"], "display_name": "Ann B."}),
     ("DeactivatePerson", lambda m: {"person": m["email"]}),
     ("ReactivatePerson", lambda m: {"person": m["email"]}),
+    ("CreateSignInLink", lambda m: {"person": m["email"]}),
     ("CloseMonth", lambda m: {"organization": m["victim"], "month": "2025-11"}),
     (
         "CreateAdjustment",

@@ -7,8 +7,9 @@ import itertools
 import json
 import socket
 import uuid
+from base64 import urlsafe_b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,24 @@ import yaml
 from aiohttp import web
 from sqlalchemy import text
 
+from api.access.oidc import Flow
+from api.console.sign_in import csrf_of
+from metering.core.errors import InvalidValue
 from metering.tenants.invitations import accept_invitation, invite
-from metering.tenants.members import deactivate_person, find_person, memberships_of, remove_member
-from metering.tenants.sign_in import SessionTerms, begin_session, create_link
+from metering.tenants.members import (
+    deactivate_person,
+    find_person,
+    memberships_of,
+    reactivate_person,
+    remove_member,
+)
+from metering.tenants.sign_in import (
+    SessionTerms,
+    acting_in,
+    authenticate_session,
+    begin_session,
+    create_link,
+)
 from metering.tenants.tenants import rename_organization
 from tests.conftest import as_application, new_database
 from tests.e2e.test_console import missing_headers, reason_of
@@ -33,6 +49,7 @@ NUMBERS = itertools.count()
 TESTS_MAX = 100
 URL = "http://127.0.0.1:1/console"
 SESSION, FLOW = "weir-session", "weir-sign-in"
+HOUR = SessionTerms(timedelta(hours=1), timedelta(hours=1))
 
 
 @dataclass
@@ -333,6 +350,160 @@ async def test_a_session_that_ends_is_refused_at_once(site: Site, end: Ending) -
     assert (status, reason_of(found)) == (401, "UNAUTHENTICATED")
 
 
+async def test_lack_of_use_ends_a_session_whatever_comes_then(site: Site) -> None:
+    """A call does not revive it, even if its server has not noted a use for long."""
+    await site.join()
+    browser = site.browser()
+    async with site.service.session() as session:
+        person = await find_person(session, site.email)
+        browser.cookies[SESSION] = await begin_session(session, person.id, HOUR)
+    await change_sessions(site, "last_used_at = now() - interval '61 minutes'")
+    browser.csrf, browser.organization = (
+        csrf_of(browser.cookies[SESSION]),
+        str(site.tenant.organization_id),
+    )
+    for _ in range(2):
+        assert (await browser.call("AdminService/ListApiKeys"))[0] == 401
+
+
+async def test_a_deactivation_ends_sessions_and_links_for_good(site: Site) -> None:
+    browser = await site.entered()
+    async with site.service.session() as session:
+        link = await create_link(session, await find_person(session, site.email), actor="test")
+        await deactivate_person(session, person=site.email, actor="test")
+    assert (await site.browser().sign_in(site.double)).startswith("/sign-in?failed=deactivated")
+    async with site.service.session() as session:
+        with pytest.raises(InvalidValue):
+            await create_link(session, await find_person(session, site.email), actor="test")
+        await reactivate_person(session, person=site.email, actor="test")
+    assert (await browser.call("AdminService/ListApiKeys"))[0] == 401
+    assert (await site.browser().call("link", {"secret": link}))[0] == 401
+    assert await site.browser().sign_in(site.double) == "/usage"
+
+
+async def test_the_end_of_a_session_ends_its_requests_alone(site: Site) -> None:
+    first, second = await site.entered("developer"), site.browser()
+    await second.sign_in(site.double)
+    [ended, goes_on] = [
+        f"{each.cookies[SESSION]}@{site.tenant.organization_id}" for each in (first, second)
+    ]
+    async with site.service.stream(ended) as cut, site.service.stream(goes_on) as other:
+        running = await cut.begin(max_output_tokens=3000)
+        also_running = await other.begin(max_output_tokens=200)
+        assert (await first.call("sign-out"))[0] == 200
+        end = await cut.end(running)
+        assert end.WhichOneof("kind") == "failed"
+        await other.finished(also_running)
+
+
+async def test_a_principal_lasts_as_long_as_its_session(site: Site) -> None:
+    await site.join()
+    async with site.service.session() as session:
+        person = await find_person(session, site.email)
+        secret = await begin_session(session, person.id, HOUR)
+        acting = acting_in(secret, site.tenant.organization_id)
+        principal = await authenticate_session(session, acting)
+        assert principal.secret_lifetime_s == pytest.approx(3600, abs=60)
+
+
+async def test_a_logout_token_that_comes_again_ends_no_later_session(site: Site) -> None:
+    browser = await site.entered()
+    earlier = int(time.time()) - 100
+    subject = site.ann["sub"]
+    for claims in ({"sid": None, "sub": subject}, {"sub": None}):
+        assert await send_logout(site, browser, iat=earlier, **claims) == 200
+        assert (await browser.call("AdminService/ListApiKeys"))[0] == 200
+    assert await send_logout(site, browser, iat=None) == 400
+    assert await send_logout(site, browser, sid=None, sub=subject) == 200
+    assert (await browser.call("AdminService/ListApiKeys"))[0] == 401
+
+
+async def test_broken_forms_of_a_logout_are_refused(site: Site) -> None:
+    browser = site.browser()
+    for form in ("", "a&" * 11, "a=1&" * 11, "logout_token=%ff", "logout_token=a.b.c", "\0"):
+        answer, _ = await browser.send("POST", "sign-in/logout/corp", data=form.encode())
+        assert answer.status == 400, form
+    answer, _ = await browser.send("GET", "sign-in/logout/corp")
+    assert (answer.status, answer.headers["allow"]) == (405, "POST")
+    for path in ("start/corp", "callback"):
+        answer, _ = await browser.send("POST", f"sign-in/{path}", data=b"")
+        assert (answer.status, answer.headers["allow"]) == (405, "GET")
+    for path in ("start/other", "logout/other", "callback/corp", "", "x"):
+        assert (await browser.send("GET", f"sign-in/{path}"))[0].status == 404
+
+
+async def test_cookies_that_a_browser_makes_up_are_refused(site: Site) -> None:
+    flow = asdict(Flow.begin("corp", "/"))
+    for changes in ({"begun_at": 10**400}, {"state": "\ud800"}, {"provider": "other"}):
+        browser = site.browser()
+        cookie = json.dumps(flow | changes).encode()
+        browser.cookies[FLOW] = urlsafe_b64encode(cookie).decode()
+        answer = {"code": "c", "state": flow["state"]}
+        assert (await browser.finish(answer)).startswith("/sign-in?failed=expired")
+        assert FLOW not in browser.cookies
+
+
+@pytest.mark.parametrize("is_invited", [True, False])
+async def test_first_sign_ins_at_once_find_one_person(site: Site, is_invited: bool) -> None:
+    if is_invited:
+        await site.join()
+    site.double.person = site.ann | {"groups": site.groups("devs")}
+    browsers = [site.browser() for _ in range(4)]
+    answers = [await each.start(site.double) for each in browsers]
+    ends = await asyncio.gather(
+        *(each.finish(answer) for each, answer in zip(browsers, answers, strict=True))
+    )
+    assert set(ends) == {"/usage"}
+    assert await site.roles() == {site.organization: "admin" if is_invited else "developer"}
+    [written] = site.service.database.rows(
+        "SELECT count(*) AS n FROM audit_log WHERE action = ANY(%s) AND after ->> 'email' = %s",
+        ["person.identify" if is_invited else "person.create"],
+        site.email,
+    )
+    assert written["n"] == 1
+
+
+async def test_sign_ins_while_members_change_get_in_nobodys_way(site: Site) -> None:
+    """Groups change, and an administrator removes and deactivates, all at the same time."""
+    await site.join("owner", f"boss-{site.number}@example.com")
+    site.double.person = site.ann | {"groups": site.groups("devs")}
+    await site.browser().sign_in(site.double)
+
+    async def sign_in(number: int) -> str:
+        browser = site.browser()
+        answer = await browser.start(site.double)
+        site.double.person = site.ann | {
+            "groups": site.groups(*(("devs",), ("owners",), ())[number % 3])
+        }
+        return await browser.finish(answer)
+
+    async def change(number: int) -> str:
+        async with site.service.session() as session:
+            await reactivate_person(session, person=site.email, actor="test")
+        async with site.service.session() as session:
+            await deactivate_person(session, person=site.email, actor="test")
+        async with site.service.session() as session:
+            await reactivate_person(session, person=site.email, actor="test")
+        return ""
+
+    ends = await asyncio.gather(
+        *(step(number) for number in range(9) for step in (sign_in, change))
+    )
+    words = {"/usage", "", "/sign-in?failed=not-a-member", "/sign-in?failed=deactivated"}
+    assert {each.partition("&")[0] for each in ends} <= words
+    site.double.person = site.ann | {"groups": site.groups("owners")}
+    assert await site.browser().sign_in(site.double) == "/usage"
+    assert await site.roles() == {site.organization: "owner"}
+
+
+async def test_groups_that_a_provider_leaves_out_end_no_membership(site: Site) -> None:
+    site.double.person = site.ann | {"groups": site.groups("devs")}
+    await site.browser().sign_in(site.double)
+    site.double.person = site.ann | {"_claim_names": {"groups": "src1"}}
+    assert (await site.browser().sign_in(site.double)).startswith("/sign-in?failed=invalid")
+    assert await site.roles() == {site.organization: "developer"}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -556,14 +727,29 @@ async def test_an_invitation_signs_in(site: Site) -> None:
     assert (status, reason_of(found)) == (401, "INVITATION_INVALID")
 
 
+async def test_an_invitation_gives_nothing_of_other_organizations(site: Site) -> None:
+    """Who invites knows the token, and could accept it as a member of another organization."""
+    await site.join("owner")
+    evil = await site.service.tenant()
+    async with site.service.session() as session:
+        _, token = await invite(
+            session, organization=evil.name, email=site.email, role="owner", actor="test"
+        )
+    browser = site.browser()
+    assert (await browser.call("invitation", {"token": token}))[0] == 200
+    found = await browser.session()
+    assert [each["name"] for each in found["organizations"]] == [evil.name]
+    assert (await browser.call("AdminService/ListApiKeys"))[0] == 200
+    elsewhere = {"weir-organization": str(site.tenant.organization_id)}
+    assert (await browser.call("AdminService/ListApiKeys", **elsewhere))[0] == 401
+
+
 async def test_a_person_has_twenty_sessions_at_most(site: Site) -> None:
     browser = await site.entered()
     async with site.service.session() as session:
         person_id = (await find_person(session, site.email)).id
         for _ in range(20):
-            await begin_session(
-                session, person_id, SessionTerms(timedelta(hours=1), timedelta(hours=1))
-            )
+            await begin_session(session, person_id, HOUR)
     assert (await browser.call("AdminService/ListApiKeys"))[0] == 401
 
 
