@@ -77,6 +77,11 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
         *("SuspendOrganization", "ResumeOrganization"),
         *("ListProjects", "CreateProject", "UpdateProject", "SuspendProject", "ResumeProject"),
         *("ListApiKeys", "CreateApiKey", "UpdateApiKey", "RotateApiKey", "RevokeApiKey"),
+        *("ListMembers", "InviteMember", "UpdateMember", "RemoveMember"),
+        *("ListInvitations", "ResendInvitation", "RevokeInvitation"),
+        *("ListServiceAccounts", "CreateServiceAccount"),
+        *("UpdateServiceAccount", "DeleteServiceAccount"),
+        *("ListPersons", "DeactivatePerson", "ReactivatePerson", "CreateSignInLink"),
         *("ListQuotas", "SetQuota", "OverrideQuota", "DeleteQuota"),
         *("ListPrices", "ListPlans", "ListCreditGrants", "GetCreditBalance"),
         *("ListAlertWebhooks", "SetAlertWebhook", "TestAlertWebhook", "DeleteAlertWebhook"),
@@ -89,7 +94,9 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
         *("ListMonths", "GetMonthReport", "GetMonthDocument"),
         *("GetInvoice", "VerifyMonth", "GetReconciliation", "ListAdjustments"),
     ),
-    "InferenceService": ("ListModels", "GetQuota", "GetGeneration", "GetOwnUsage"),
+    "InferenceService": (
+        *("ListModels", "GetQuota", "GetGeneration", "GetOwnUsage", "CreateClientToken"),
+    ),
     "ReceiptService": ("GetReceiptMonth",),
 }
 
