@@ -74,8 +74,9 @@ Write = Callable[[Message], Awaitable[None]]
 OFFERED: Mapping[str, tuple[str, ...]] = {
     "AdminService": (
         *("ListOrganizations", "CreateOrganization", "UpdateOrganization"),
-        *("SuspendOrganization", "ResumeOrganization"),
-        *("ListProjects", "CreateProject", "UpdateProject", "SuspendProject", "ResumeProject"),
+        *("SuspendOrganization", "ResumeOrganization", "CloseOrganization", "BindOrganization"),
+        *("ListProjects", "CreateProject", "UpdateProject"),
+        *("SuspendProject", "ResumeProject", "CloseProject"),
         *("ListApiKeys", "CreateApiKey", "UpdateApiKey", "RotateApiKey", "RevokeApiKey"),
         *("ListMembers", "InviteMember", "UpdateMember", "RemoveMember"),
         *("ListInvitations", "ResendInvitation", "RevokeInvitation"),

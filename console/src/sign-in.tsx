@@ -80,7 +80,7 @@ export function SignIn({
   return (
     <Card title={t.title} problem={asked?.failure || problem}>
       {providers.map((each) => (
-        <a key={each.name} className="button provider" href={startOf(each)}>
+        <a key={each.name} className="button primary provider" href={startOf(each)}>
           {t.with(each.title)}
         </a>
       ))}

@@ -9,7 +9,7 @@ import { chromium } from "playwright-core";
 const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const asked = JSON.parse(readFileSync(0, "utf8"));
 const { program, url, key = "", link = "", pages, views, pictures = "" } = asked;
-const { journey = false, invites = "", start = "" } = asked;
+const { journey = false, invites = "", start = "", closes = "" } = asked;
 const RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"];
 const DRAWN_MS = 50;
 const LATE_MS = 60_000;
@@ -72,6 +72,7 @@ for (const [name, address] of Object.entries(pages)) {
 }
 if (journey) await make();
 if (invites) await invite();
+if (closes) await lookAtClosing();
 await browser.close();
 process.stdout.write(JSON.stringify(found));
 
@@ -177,6 +178,22 @@ async function lookAtSignIn() {
   await page.reload();
   await page.getByRole("link", { name: start }).waitFor();
   found.starts.push(await linked());
+}
+
+// The dialog that closes an organization, which shows the effects and refuses another name.
+async function lookAtClosing() {
+  where = "close";
+  const dialog = page.getByRole("dialog");
+  await open(pages.organizations);
+  await page.getByRole("button", { name: `Close ${closes}`, exact: true }).click();
+  await dialog.getByText("Keys that are revoked").waitFor();
+  await dialog.getByLabel("Reason").fill("test");
+  await dialog.getByLabel(`Enter ${closes} to confirm`).fill("other");
+  await dialog.getByRole("button", { name: "Close", exact: true }).click();
+  await dialog.locator(".error, .remark.bad").first().waitFor();
+  await check();
+  if (pictures) await page.screenshot({ path: `${pictures}/close.png` });
+  found.closing = await dialog.innerText();
 }
 
 // Chat, invite a person and sign out; then accept as that person, whose name is markup; see the

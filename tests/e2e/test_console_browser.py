@@ -45,7 +45,10 @@ CHANGES = {
     "keys": {"Create a key", "Restrict", "Rotate", "Revoke"},
     "limits": {"Set a limit", "Override", "Remove"},
     "members": {"Invite a person", "Create a service account"},
-    "organizations": {"Create an organization", "Rename", "Suspend", "Create a project"},
+    "organizations": {
+        *("Create an organization", "Rename", "Bind to a region", "Suspend", "Close"),
+        "Create a project",
+    },
     "alerts": {"Set the webhook", "Test", "Remove"},
     "fleet": {"Drain"},
 }
@@ -110,9 +113,11 @@ async def test_every_page_is_accessible_and_shows_hostile_texts_as_text(
 ) -> None:
     admin = await service.tenant(scopes=("admin", "billing", "inference"))
 
-    found = await browsed(service, admin.secret, marked.name, views=EVERY_VIEW)
+    found = await browsed(service, admin.secret, marked.name, views=EVERY_VIEW, closes=marked.name)
 
     assert faults(found) == {}
+    assert "Keys that are revoked: 2" in found["closing"]
+    assert "confirm" in found["closing"]
     for page in ("keys", "limits", "end-users", "organizations", "audit"):
         assert MARK in found["texts"][page], page
     assert MARK.replace('"', "'") in found["texts"]["usage"]

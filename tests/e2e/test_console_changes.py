@@ -34,6 +34,7 @@ LEARNED = (
 )  # fields of answers that later requests refer to
 
 ORGANIZATION = {"organization": "{name}"}
+RENAMED = {"organization": "{name}x"}
 PROJECT = {"project": "{projectId}"}
 KEY = {"apiKey": "{apiKeyId}"}
 QUOTA = {"quotaId": "{quotaId}"}
@@ -79,14 +80,26 @@ STEPS: list[tuple[str, Body]] = [
     ("AdminService/SuspendProject", PROJECT | {"reason": "test"}),
     ("AdminService/ResumeProject", PROJECT),
     ("AdminService/UpdateProject", PROJECT | {"name": "other"}),
+    ("AdminService/CloseProject", PROJECT | {"reason": "test", "confirmName": "other"}),
     ("AdminService/SuspendOrganization", ORGANIZATION | {"reason": "test"}),
     ("AdminService/ResumeOrganization", ORGANIZATION),
     ("AdminService/UpdateOrganization", ORGANIZATION | {"name": "{name}x"}),
+    ("AdminService/BindOrganization", RENAMED),
+    (
+        "AdminService/CloseOrganization",
+        RENAMED
+        | {"reason": "test", "confirmName": "{name}x", "remainingCredit": "REMAINING_CREDIT_KEEP"},
+    ),
     ("AdminService/DrainReplica", REPLICA),
     ("AdminService/UndrainReplica", REPLICA),
 ]
-# The one changes nothing but the list of alerts, the other grants nothing that its key has not.
-UNAUDITED = {"AdminService/TestAlertWebhook", "InferenceService/CreateClientToken"}
+# The first changes nothing but the list of alerts, the second grants nothing that its key has not,
+# and the last finds no region to change: the fleet of the tests has none.
+UNAUDITED = {
+    "AdminService/TestAlertWebhook",
+    "InferenceService/CreateClientToken",
+    "AdminService/BindOrganization",
+}
 
 
 def over_console(service: Service, http: aiohttp.ClientSession, secret: str) -> Send:

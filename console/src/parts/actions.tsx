@@ -126,7 +126,7 @@ function Form<Call extends Name>({ change, close }: { change: Change<Call>; clos
       }}
     >
       <Heading slot="title">{change.title}</Heading>
-      {change.explanation && <p>{change.explanation}</p>}
+      {typeof change.explanation === "string" ? <p>{change.explanation}</p> : change.explanation}
       {fields.map((each) => (
         <Entry
           key={each.name}
