@@ -74,9 +74,15 @@ Write = Callable[[Message], Awaitable[None]]
 OFFERED: Mapping[str, tuple[str, ...]] = {
     "AdminService": (
         *("ListOrganizations", "CreateOrganization", "UpdateOrganization"),
-        *("SuspendOrganization", "ResumeOrganization"),
-        *("ListProjects", "CreateProject", "UpdateProject", "SuspendProject", "ResumeProject"),
+        *("SuspendOrganization", "ResumeOrganization", "CloseOrganization", "BindOrganization"),
+        *("ListProjects", "CreateProject", "UpdateProject"),
+        *("SuspendProject", "ResumeProject", "CloseProject"),
         *("ListApiKeys", "CreateApiKey", "UpdateApiKey", "RotateApiKey", "RevokeApiKey"),
+        *("ListMembers", "InviteMember", "UpdateMember", "RemoveMember"),
+        *("ListInvitations", "ResendInvitation", "RevokeInvitation"),
+        *("ListServiceAccounts", "CreateServiceAccount"),
+        *("UpdateServiceAccount", "DeleteServiceAccount"),
+        *("ListPersons", "DeactivatePerson", "ReactivatePerson", "CreateSignInLink"),
         *("ListQuotas", "SetQuota", "OverrideQuota", "DeleteQuota"),
         *("ListPrices", "ListPlans", "ListCreditGrants", "GetCreditBalance"),
         *("ListAlertWebhooks", "SetAlertWebhook", "TestAlertWebhook", "DeleteAlertWebhook"),
@@ -89,7 +95,9 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
         *("ListMonths", "GetMonthReport", "GetMonthDocument"),
         *("GetInvoice", "VerifyMonth", "GetReconciliation", "ListAdjustments"),
     ),
-    "InferenceService": ("ListModels", "GetQuota", "GetGeneration", "GetOwnUsage"),
+    "InferenceService": (
+        *("ListModels", "GetQuota", "GetGeneration", "GetOwnUsage", "CreateClientToken"),
+    ),
     "ReceiptService": ("GetReceiptMonth",),
 }
 

@@ -5,7 +5,18 @@ import type { AdminService } from "./gen/weir/v1/admin_service_pb.js";
 import type { BillingService } from "./gen/weir/v1/billing_service_pb.js";
 import type { InferenceService } from "./gen/weir/v1/inference_service_pb.js";
 import type { ReceiptService } from "./gen/weir/v1/receipt_service_pb.js";
-import { authenticated } from "./credentials.js";
+import {
+  ANONYMOUS,
+  BY_COOKIE,
+  authenticated,
+  byKey,
+  choose,
+  chosenOrganization,
+  forget,
+  holdSession,
+  storedKey,
+} from "./credentials.js";
+import type { Authentication } from "./credentials.js";
 import { text } from "./texts.js";
 
 type Methods<Service> = Service extends { method: infer Found } ? Found : never;
@@ -29,7 +40,7 @@ export type Name = keyof Calls;
 export type Request<Call extends Name> = Calls[Call]["request"];
 export type Response<Call extends Name> = Calls[Call]["response"];
 
-// The permissions of the signed-in key.
+// The permissions of the signed-in key, or of a person in one of its organizations.
 export interface Session {
   keyPrefix: string;
   organizationId: string;
@@ -37,6 +48,31 @@ export interface Session {
   scopes: string[];
   isOperator: boolean;
   calls: Name[];
+  person: Person | null; // null for an API key
+}
+
+export interface Membership {
+  id: string; // of the organization
+  name: string;
+  role: string;
+}
+
+export interface Person {
+  email: string;
+  displayName: string;
+  expireTime: string;
+  organizations: Membership[];
+}
+
+export interface Provider {
+  name: string;
+  title: string;
+}
+
+// Nobody is signed in. `isEnded`: there was a session, which is not valid any more.
+export interface SignedOut {
+  providers: Provider[];
+  isEnded: boolean;
 }
 
 interface Detail {
@@ -70,13 +106,13 @@ export class CallFailed extends Error {
 async function send(
   path: string,
   {
-    key,
+    by = authenticated(),
     body,
     signal,
     timeoutMs = TIMEOUT_MS,
-  }: { key?: string; body?: unknown; signal?: AbortSignal; timeoutMs?: number },
+  }: { by?: Authentication; body?: unknown; signal?: AbortSignal; timeoutMs?: number } = {},
 ): Promise<globalThis.Response> {
-  const { headers, credentials } = authenticated(key);
+  const { headers, credentials } = by;
   const signals = [AbortSignal.timeout(timeoutMs), ...(signal ? [signal] : [])];
   let response;
   try {
@@ -101,9 +137,49 @@ async function send(
   throw new CallFailed(response.status, refusal.error ?? refusal); // OpenAI's paths: in `error`
 }
 
+const SESSION = "api/session";
+
 // Permissions of a key. Throws CallFailed.
-export async function session(key?: string): Promise<Session> {
-  return (await send("api/session", key === undefined ? {} : { key })).json();
+export async function sessionOfKey(key: string): Promise<Session> {
+  const found = await (await send(SESSION, { by: byKey(key) })).json();
+  return { ...found, person: null };
+}
+
+// The session of the browser's cookie, or the ways to sign in. Throws CallFailed.
+export async function sessionOfCookie(): Promise<Session | Person | SignedOut> {
+  let found;
+  try {
+    found = await (await send(SESSION, { by: BY_COOKIE })).json();
+  } catch (error) {
+    if (!(error instanceof CallFailed) || error.httpStatus !== 401) throw error;
+    return { ...(await (await send(SESSION, { by: ANONYMOUS })).json()), isEnded: true };
+  }
+  if (found.providers) return { ...found, isEnded: false };
+  const { csrf, ...person } = found as Person & { csrf: string };
+  const own = person.organizations;
+  const chosen = own.find(({ id }) => id === chosenOrganization()) ?? own[0];
+  holdSession(csrf);
+  if (!chosen) return person;
+  choose(chosen.id);
+  return { ...(await (await send(SESSION)).json()), person };
+}
+
+// Begin a session with the secret of a link. Throws CallFailed.
+export async function useLink(secret: string): Promise<void> {
+  await send("api/link", { by: BY_COOKIE, body: { secret } });
+  forget(); // a key of this tab
+}
+
+// Become a member with an invitation, and begin a session. Throws CallFailed.
+export async function acceptInvitation(token: string, displayName: string): Promise<void> {
+  await send("api/invitation", { by: BY_COOKIE, body: { token, displayName } });
+  forget();
+}
+
+// End the session, or forget the key. Throws CallFailed.
+export async function endSession(): Promise<void> {
+  if (storedKey() === null) await send("api/sign-out", { body: {} });
+  forget();
 }
 
 // RPC of the contract. Throws CallFailed.
@@ -167,11 +243,22 @@ export interface ChatPart {
 
 export const CHAT_PATH = "../v1/chat/completions"; // beside the console, behind any path prefix
 const CHAT_TIMEOUT_MS = 3_600_000;
+const CHAT_TOKEN_LIFETIME = "60s"; // from its creation to the start of the chat
 
-// Stream a chat over the HTTP API. Throws CallFailed.
-export async function* chat(body: object, signal: AbortSignal): AsyncGenerator<ChatPart> {
+// Stream a chat over the HTTP API: with the key, or with a client token of the session, since the
+// API takes no cookies. Throws CallFailed.
+export async function* chat(
+  body: { model: string },
+  signal: AbortSignal,
+): AsyncGenerator<ChatPart> {
   const asked = { ...body, stream: true, stream_options: { include_usage: true } };
-  const response = await send(CHAT_PATH, { body: asked, signal, timeoutMs: CHAT_TIMEOUT_MS });
+  const key = storedKey() ?? (await chatToken(body.model, signal));
+  const response = await send(CHAT_PATH, {
+    by: byKey(key),
+    body: asked,
+    signal,
+    timeoutMs: CHAT_TIMEOUT_MS,
+  });
   yield { requestId: response.headers.get("weir-request-id") ?? "" };
   const reader = response.body!.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -186,6 +273,12 @@ export async function* chat(body: object, signal: AbortSignal): AsyncGenerator<C
       yield chatPart(data);
     }
   }
+}
+
+// Token for one chat.
+async function chatToken(model: string, signal: AbortSignal): Promise<string> {
+  const request = { call: "chat/completions", model, lifetime: CHAT_TOKEN_LIFETIME };
+  return (await call("InferenceService/CreateClientToken", request, signal)).value ?? "";
 }
 
 // Parse an event. The cost keeps its digits, which a number may not hold.

@@ -1,35 +1,38 @@
-// Sign-in, navigation and routing by the URL's fragment: #/usage?org=demo&month=2026-11.
+// Session, navigation and routing by the URL's fragment: #/usage?org=demo&month=2026-11.
 
 import { Component, useCallback, useEffect, useMemo, useRef, useState } from "react";
 import type { ReactNode } from "react";
 import { createRoot } from "react-dom/client";
-import { I18nProvider, Input, Label, Text, TextField } from "react-aria-components";
-import { CallFailed, session } from "./client.js";
-import type { Session } from "./client.js";
+import { I18nProvider } from "react-aria-components";
+import { CallFailed, endSession, sessionOfCookie, sessionOfKey } from "./client.js";
+import type { Person, Session, SignedOut } from "./client.js";
 import "./console.css";
-import { forget, isSignedIn, remember } from "./credentials.js";
+import { choose, forget, storedKey } from "./credentials.js";
 import { alerts } from "./pages/alerts.js";
 import { audit } from "./pages/audit.js";
 import { endUsers } from "./pages/end-users.js";
 import { fleet } from "./pages/fleet.js";
 import { keys } from "./pages/keys.js";
 import { limits } from "./pages/limits.js";
+import { members } from "./pages/members.js";
 import { month } from "./pages/month.js";
 import { overview } from "./pages/overview.js";
+import { persons } from "./pages/persons.js";
 import { playground } from "./pages/playground.js";
 import { prices } from "./pages/prices.js";
 import { reconciliation } from "./pages/reconciliation.js";
 import { requests } from "./pages/requests.js";
 import { tenants } from "./pages/tenants.js";
 import { usage } from "./pages/usage.js";
-import { Button, Problem, Remark } from "./parts/basics.js";
+import { Button, Name, Problem, Remark } from "./parts/basics.js";
+import { SignIn, signInAsked } from "./sign-in.js";
 import { text } from "./texts.js";
 import { ViewContext, addressOf } from "./view.js";
 import type { Page, View } from "./view.js";
 
 const GROUPS: [string, Page[]][] = [
   [text.groups.use, [overview, playground, requests, usage, endUsers]],
-  [text.groups.access, [keys, limits, tenants, alerts]],
+  [text.groups.access, [members, keys, limits, tenants, alerts, persons]],
   [text.groups.money, [month, reconciliation, prices]],
   [text.groups.operate, [fleet, audit]],
 ];
@@ -50,84 +53,105 @@ function useFragment(): string {
   return fragment;
 }
 
+type State = Session | Person | SignedOut | null; // null: not known yet
+
 function Console() {
-  const [signedIn, setSignedIn] = useState<Session | null>(null);
-  const [isStarting, setStarting] = useState(isSignedIn());
+  const [state, setState] = useState<State>(null);
   const [problem, setProblem] = useState<unknown>(null);
-  const signOut = useCallback((why: unknown = null) => {
-    forget();
-    setSignedIn(null);
+  const fragment = useFragment();
+  const asked = useMemo(() => signInAsked(fragment), [fragment]);
+  // Find who is signed in; `why` they are not any more is shown on the screen for it.
+  const enter = useCallback(async (why: unknown = null) => {
     setProblem(why);
+    try {
+      const key = storedKey();
+      const found = key === null ? await sessionOfCookie() : await sessionOfKey(key);
+      if ("isEnded" in found && found.isEnded && why === null) setProblem(text.sessionEnded);
+      setState(found);
+    } catch (error) {
+      if (error instanceof CallFailed && error.httpStatus === 401 && storedKey() !== null) {
+        forget();
+        return enter(text.invalidKey);
+      }
+      setProblem(error);
+      setState({ providers: [], isEnded: false });
+    }
   }, []);
-  useEffect(() => {
-    if (!isStarting) return;
-    session()
-      .then(setSignedIn, (error: unknown) => {
-        if (error instanceof CallFailed && error.httpStatus === 401) signOut(text.invalidKey);
-        else setProblem(error);
-      })
-      .finally(() => setStarting(false));
-  }, []);
-  if (isStarting) return <p className="empty">{text.loading}</p>;
-  if (!signedIn) return <SignIn problem={problem} signedIn={setSignedIn} />;
-  return <Shell session={signedIn} signOut={signOut} />;
+  const ended = useCallback(() => {
+    const why = storedKey() === null ? text.sessionEnded : text.invalidKey;
+    forget();
+    void enter(why);
+  }, [enter]);
+  const signOut = useCallback(async () => {
+    await endSession();
+    location.hash = "";
+    setState(null);
+    await enter();
+  }, [enter]);
+  useEffect(() => void enter(), []);
+  if (!state) return <p className="empty">{text.loading}</p>;
+  if ("providers" in state || asked)
+    return (
+      <>
+        <Brand />
+        <SignIn
+          key={fragment}
+          asked={asked}
+          providers={"providers" in state ? state.providers : null}
+          problem={problem}
+          entered={(found) => (found ? setState(found) : enter())}
+        />
+      </>
+    );
+  if (!("calls" in state)) return <NoOrganization of={state} signOut={signOut} />;
+  return (
+    <Shell
+      key={state.organizationId}
+      session={state}
+      ended={ended}
+      signOut={signOut}
+      chosen={(organization) => {
+        choose(organization);
+        location.hash = "";
+        void enter();
+      }}
+    />
+  );
 }
 
-function SignIn({ problem, signedIn }: { problem: unknown; signedIn: (found: Session) => void }) {
-  const [key, setKey] = useState("");
-  const [error, setError] = useState<unknown>(problem);
-  const [isBusy, setBusy] = useState(false);
-  useEffect(() => {
-    document.title = text.titleOf(text.signIn.title);
-  }, []);
-  const submit = async () => {
-    setBusy(true);
-    try {
-      const found = await session(key.trim());
-      remember(key.trim());
-      signedIn(found);
-    } catch (failure) {
-      setError(failure);
-      setBusy(false);
-    }
-  };
+function NoOrganization({ of, signOut }: { of: Person; signOut: () => Promise<void> }) {
   return (
     <>
-      <Brand />
+      <Brand>
+        <div className="who">
+          <SignOut signOut={signOut} />
+        </div>
+      </Brand>
       <main>
-        <form
-          className="signin"
-          onSubmit={(event) => {
-            event.preventDefault();
-            void submit();
-          }}
-        >
-          <h1>{text.signIn.title}</h1>
-          <TextField
-            className="field wide"
-            type="password"
-            value={key}
-            onChange={setKey}
-            isRequired
-            autoComplete="off"
-            autoFocus
-          >
-            <Label>{text.apiKey}</Label>
-            <Input spellCheck="false" />
-            <Text slot="description" className="note">
-              {text.signIn.help} <code>weir env</code> {text.signIn.helpEnd}
-            </Text>
-          </TextField>
-          {typeof error === "string" ? (
-            <Remark kind="bad">{error}</Remark>
-          ) : (
-            error !== null && <Problem of={error} />
-          )}
-          <Button type="submit" kind="primary" isDisabled={isBusy || !key.trim()}>
-            {text.signIn.title}
-          </Button>
-        </form>
+        <h1>{text.noPages}</h1>
+        <Remark kind="warning">{text.noOrganization(of.email)}</Remark>
       </main>
+    </>
+  );
+}
+
+// Button that ends the session. If that fails, the session is still there, and the button says so.
+function SignOut({ signOut }: { signOut: () => Promise<void> }) {
+  const [error, setError] = useState("");
+  const press = () =>
+    signOut().catch((failure: unknown) =>
+      setError(failure instanceof Error ? failure.message : String(failure)),
+    );
+  return (
+    <>
+      {error && (
+        <span className="note" role="alert">
+          {text.stillSignedIn(error)}
+        </span>
+      )}
+      <Button kind="small" onPress={() => void press()}>
+        {text.signOut}
+      </Button>
     </>
   );
 }
@@ -145,10 +169,14 @@ function Brand({ children }: { children?: ReactNode }) {
 
 function Shell({
   session: found,
+  ended,
   signOut,
+  chosen,
 }: {
   session: Session;
-  signOut: (why?: unknown) => void;
+  ended: () => void;
+  signOut: () => Promise<void>;
+  chosen: (organization: string) => void;
 }) {
   const fragment = useFragment();
   const [status, setStatus] = useState("");
@@ -173,9 +201,9 @@ function Shell({
         location.hash = address(changes);
       },
       say: setStatus,
-      signedOut: () => signOut(text.invalidKey),
+      signedOut: ended,
     };
-  }, [fragment, found, signOut]);
+  }, [fragment, found, ended]);
   const id = view?.page.id;
   useEffect(() => {
     document.title = text.titleOf(view?.page.title ?? "");
@@ -198,12 +226,8 @@ function Shell({
       </a>
       <Brand>
         <div className="who">
-          <span className="key" title={found.scopes.join(", ")}>
-            {found.keyPrefix}
-          </span>
-          <Button kind="small" onPress={() => signOut()}>
-            {text.signOut}
-          </Button>
+          <Who of={found} chosen={chosen} />
+          <SignOut signOut={signOut} />
           <Button
             kind="small"
             aria-expanded={isOpen}
@@ -234,11 +258,13 @@ function Shell({
                 </Guarded>
               ) : (
                 <Remark kind="warning">
-                  {text.notAllowed(
-                    found.keyPrefix,
-                    found.scopes.join(", "),
-                    view.page.calls.join(", "),
-                  )}
+                  {found.person
+                    ? text.notAllowedMember(roleIn(found), view.page.calls.join(", "))
+                    : text.notAllowed(
+                        found.keyPrefix,
+                        found.scopes.join(", "),
+                        view.page.calls.join(", "),
+                      )}
                 </Remark>
               )}
             </ViewContext.Provider>
@@ -249,6 +275,45 @@ function Shell({
         </main>
       </div>
       <footer className="foot">{text.foot}</footer>
+    </>
+  );
+}
+
+function roleIn({ person, organizationId }: Session): string {
+  return person?.organizations.find(({ id }) => id === organizationId)?.role ?? "";
+}
+
+// Who is signed in: the prefix of a key, or a person with the organization in which it acts.
+function Who({ of: found, chosen }: { of: Session; chosen: (organization: string) => void }) {
+  const { person, keyPrefix, scopes, organizationId } = found;
+  if (!person)
+    return (
+      <span className="key" title={scopes.join(", ")}>
+        {keyPrefix}
+      </span>
+    );
+  const [only] = person.organizations;
+  return (
+    <>
+      <span className="person" title={person.email}>
+        <Name of={person.displayName || person.email} />
+      </span>
+      {person.organizations.length > 1 ? (
+        <select
+          className="acting"
+          aria-label={text.organization}
+          value={organizationId}
+          onChange={(event) => chosen(event.target.value)}
+        >
+          {person.organizations.map(({ id, name, role }) => (
+            <option key={id} value={id}>
+              {text.memberOf(name, role)}
+            </option>
+          ))}
+        </select>
+      ) : (
+        only && <span className="key">{text.memberOf(only.name, only.role)}</span>
+      )}
     </>
   );
 }

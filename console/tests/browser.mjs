@@ -8,7 +8,8 @@ import { chromium } from "playwright-core";
 
 const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const asked = JSON.parse(readFileSync(0, "utf8"));
-const { program, url, key, pages, views, journey = false, pictures = "" } = asked;
+const { program, url, key = "", link = "", pages, views, pictures = "" } = asked;
+const { journey = false, invites = "", start = "", closes = "" } = asked;
 const RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"];
 const DRAWN_MS = 50;
 const LATE_MS = 60_000;
@@ -31,7 +32,7 @@ await context.addInitScript(() => {
 const page = await context.newPage();
 page.on("pageerror", (error) => found.errors.push(`${where}: ${error.message}`));
 page.on("console", (message) => {
-  const isRefusal = /^Failed to load resource: .* 400/.test(message.text()); // asked for below
+  const isRefusal = /^Failed to load resource: .* 40[01]/.test(message.text()); // asked for below
   if (message.type() === "error" && !isRefusal) found.errors.push(`${where}: ${message.text()}`);
 });
 page.on("request", (request) => {
@@ -41,11 +42,14 @@ page.on("request", (request) => {
   }
 });
 
-await page.goto(url);
-await page.getByLabel("API key").waitFor();
-await check();
-await page.getByLabel("API key").fill(key);
-await page.getByRole("button", { name: "Sign in" }).click();
+if (start) await lookAtSignIn();
+await page.goto(link ? `${url}#/sign-in?link=${link}` : url);
+if (!link) {
+  await page.getByLabel("API key").waitFor();
+  await check();
+  await page.getByLabel("API key").fill(key);
+  await page.getByRole("button", { name: "Sign in" }).click();
+}
 await page.getByRole("button", { name: "Sign out" }).waitFor();
 for (const [name, address] of Object.entries(pages)) {
   where = name;
@@ -67,6 +71,8 @@ for (const [name, address] of Object.entries(pages)) {
   );
 }
 if (journey) await make();
+if (invites) await invite();
+if (closes) await lookAtClosing();
 await browser.close();
 process.stdout.write(JSON.stringify(found));
 
@@ -139,11 +145,101 @@ async function make() {
   await dialog.getByLabel("Limit", { exact: true }).fill("9,007,199.254740993");
   await dialog.getByRole("button", { name: "Set a limit" }).click();
   await page.getByRole("cell", { name: "9,007,199.254740993", exact: true }).first().waitFor();
+  await chat();
+}
+
+async function chat() {
   where = "chat";
   await open(pages.playground);
   await page.getByLabel("Most output tokens").fill("20");
   await page.getByRole("button", { name: "Send" }).click();
   await page.getByText("exact, as billed").waitFor();
   found.chat = await page.evaluate(() => document.querySelector("main").innerText);
+  await check();
+}
+
+// The screen for sign-in after a failed one, with the button of a provider.
+async function lookAtSignIn() {
+  await page.goto(`${url}#/sign-in?failed=not-a-member&number=ab12cd34`);
+  await page.getByRole("link", { name: start }).waitFor();
+  for (const [width, height, colorScheme] of views) {
+    await page.setViewportSize({ width, height });
+    await page.emulateMedia({ colorScheme });
+    await check();
+    const path = `${pictures}/sign-in-${colorScheme}-${width}.png`;
+    if (pictures) await page.screenshot({ path });
+  }
+  found.signIn = await page.evaluate(() => document.querySelector("main").innerText);
+  const linked = async () =>
+    (await page.getByRole("link", { name: start }).getAttribute("href")) ?? "";
+  found.starts = [await linked()];
+  await page.goto(`${url}#/usage?month=2026-11`);
+  await page.waitForFunction(() => location.hash.startsWith("#/usage"));
+  await page.reload();
+  await page.getByRole("link", { name: start }).waitFor();
+  found.starts.push(await linked());
+}
+
+// The dialog that closes an organization, which shows the effects and refuses another name.
+async function lookAtClosing() {
+  where = "close";
+  const dialog = page.getByRole("dialog");
+  await open(pages.organizations);
+  await page.getByRole("button", { name: `Close ${closes}`, exact: true }).click();
+  await dialog.getByText("Keys that are revoked").waitFor();
+  await dialog.getByLabel("Reason").fill("test");
+  await dialog.getByLabel(`Enter ${closes} to confirm`).fill("other");
+  await dialog.getByRole("button", { name: "Close", exact: true }).click();
+  await dialog.locator(".error, .remark.bad").first().waitFor();
+  await check();
+  if (pictures) await page.screenshot({ path: `${pictures}/close.png` });
+  found.closing = await dialog.innerText();
+}
+
+// Chat, invite a person and sign out; then accept as that person, whose name is markup; see the
+// pages of a viewer, and find the session ended by a sign-out elsewhere.
+async function invite() {
+  const dialog = page.getByRole("dialog");
+  const signOut = page.getByRole("button", { name: "Sign out" });
+  found.kept = await page.evaluate(() => JSON.stringify([location.href, { ...sessionStorage }]));
+  await chat();
+  where = "invite";
+  await open(pages.members);
+  await page.getByRole("button", { name: "Invite a person" }).click();
+  await dialog.getByLabel("E-mail address").fill("nonsense");
+  await dialog.getByRole("button", { name: "Invite a person" }).click();
+  await dialog.locator(".error", { hasText: "address" }).waitFor();
+  await dialog.getByLabel("E-mail address").fill(invites);
+  await dialog.getByRole("button", { name: "Invite a person" }).click();
+  await dialog.getByText("Copy the link now").waitFor();
+  await check();
+  const address = await dialog.locator(".secret code").innerText();
+  await dialog.getByRole("button", { name: "I have stored it" }).click();
+  await page.getByRole("cell", { name: invites }).first().waitFor();
+  await signOut.click();
+  await page.getByLabel("API key").waitFor();
+  where = "accept";
+  await page.goto(address);
+  for (const [width, height, colorScheme] of views) {
+    await page.setViewportSize({ width, height });
+    await page.emulateMedia({ colorScheme });
+    await page.getByLabel("Your name").waitFor();
+    await check();
+    if (pictures) await page.screenshot({ path: `${pictures}/accept-${colorScheme}-${width}.png` });
+  }
+  await page.getByLabel("Your name").fill(asked.name);
+  await page.getByRole("button", { name: "Accept and sign in" }).click();
+  await signOut.waitFor();
+  where = "as the invited";
+  await open(pages.members);
+  await page.getByRole("cell", { name: invites }).first().waitFor();
+  await check();
+  found.guest = await page.evaluate(() => [document.body.innerText, location.href]);
+  found.guestButtons = await page.evaluate(() =>
+    [...document.querySelectorAll("main button")].map((each) => each.innerText),
+  );
+  await context.clearCookies();
+  await open(pages.keys).catch(() => undefined);
+  await page.getByText("Your session has ended").waitFor();
   await check();
 }

@@ -9,6 +9,7 @@ import { listColumns } from "../src/pages/end-users.js";
 import { updateOf } from "../src/pages/keys.js";
 import { limitColumns } from "../src/pages/limits.js";
 import { stagesOf } from "../src/pages/requests.js";
+import { signInAsked } from "../src/sign-in.js";
 import { grouped, summed } from "../src/pages/usage.js";
 import { Table } from "../src/parts/table.js";
 import type { Column } from "../src/parts/table.js";
@@ -212,4 +213,16 @@ test("the stages of a request follow each other, and a stall ends where the sett
     "client stall": [80, 100],
     settle: [100, 110],
   });
+});
+
+test("the address of a sign-in shows texts of the catalogue only", () => {
+  const failure = (query: string) => signInAsked(`#/sign-in?${query}`)?.failure ?? "";
+  assert.match(failure("failed=expired&number=ab12cd34"), /too long.* ab12cd34\.$/);
+  for (const reason of ["Call+555-0100", "constructor", "__proto__", "<b>"]) {
+    const shown = failure(`failed=${reason}&number=${reason}`);
+    assert.equal(shown.trim(), "The sign-in failed. Try again.");
+  }
+  assert.equal(signInAsked("#/usage?link=wl_x"), null);
+  assert.equal(signInAsked("#/sign-in"), null);
+  assert.equal(signInAsked("#/sign-in?link=wl_x")?.link, "wl_x");
 });

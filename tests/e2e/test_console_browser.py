@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,6 +14,9 @@ from weir.v1 import types_pb2
 
 from infra import console_page
 from metering.core.models import QuotaDimension
+from metering.tenants.invitations import accept_invitation, invite
+from metering.tenants.members import find_person
+from metering.tenants.sign_in import create_link
 from tests.calls import Calls
 from tests.node import chromium, node_of
 from tests.service import Service, Tenant
@@ -20,7 +24,17 @@ from tests.service import Service, Tenant
 BROWSER_WAIT_S = 240.0
 PAGES = (
     *("overview", "playground", "requests", "usage", "end-users", "keys", "limits"),
-    *("organizations", "alerts", "month", "reconciliation", "prices", "fleet", "audit"),
+    *(
+        "members",
+        "persons",
+        "organizations",
+        "alerts",
+        "month",
+        "reconciliation",
+        "prices",
+        "fleet",
+        "audit",
+    ),
 )
 NARROW, WIDE = (375, 800), (1280, 900)
 EVERY_VIEW = [(*size, scheme) for size in (NARROW, WIDE) for scheme in ("light", "dark")]
@@ -30,7 +44,11 @@ MARK = '<img src=x onerror="window.executed=1">'
 CHANGES = {
     "keys": {"Create a key", "Restrict", "Rotate", "Revoke"},
     "limits": {"Set a limit", "Override", "Remove"},
-    "organizations": {"Create an organization", "Rename", "Suspend", "Create a project"},
+    "members": {"Invite a person", "Create a service account"},
+    "organizations": {
+        *("Create an organization", "Rename", "Bind to a region", "Suspend", "Close"),
+        "Create a project",
+    },
     "alerts": {"Set the webhook", "Test", "Remove"},
     "fleet": {"Drain"},
 }
@@ -62,7 +80,7 @@ async def marked(service: Service, admin: Calls) -> AsyncIterator[Tenant]:
 
 
 async def browsed(service: Service, key: str, organization: str, **more: Any) -> dict[str, Any]:
-    """Open the pages with a key and return what the browser finds."""
+    """Open the pages with a key, or with the `link` of `more`; return what the browser finds."""
     requested = {
         "program": chromium(),
         "url": f"{service.openai_url.removesuffix('/v1')}/console/",
@@ -95,9 +113,11 @@ async def test_every_page_is_accessible_and_shows_hostile_texts_as_text(
 ) -> None:
     admin = await service.tenant(scopes=("admin", "billing", "inference"))
 
-    found = await browsed(service, admin.secret, marked.name, views=EVERY_VIEW)
+    found = await browsed(service, admin.secret, marked.name, views=EVERY_VIEW, closes=marked.name)
 
     assert faults(found) == {}
+    assert "Keys that are revoked: 2" in found["closing"]
+    assert "confirm" in found["closing"]
     for page in ("keys", "limits", "end-users", "organizations", "audit"):
         assert MARK in found["texts"][page], page
     assert MARK.replace('"', "'") in found["texts"]["usage"]
@@ -141,3 +161,46 @@ async def test_an_admin_of_a_customer_works_in_the_browser(
     assert [row["action"] for row in service.database.rows(made, tenant.organization_id)] == [
         *("api_key.create", "api_key.revoke", "quota.set"),
     ]
+
+
+async def test_a_member_signs_in_with_a_link_and_invites_another(
+    service: Service, tenant: Tenant
+) -> None:
+    name = f"p{uuid.uuid4().hex[:12]}"
+    async with service.session() as session:
+        _, token = await invite(
+            session,
+            organization=tenant.name,
+            email=f"{name}@example.com",
+            role="admin",
+            actor="test",
+        )
+        await accept_invitation(session, token=token, display_name=MARK)
+        person = await find_person(session, f"{name}@example.com")
+        link = await create_link(session, person, actor="test")
+    guest = f"guest-{name}@example.com"
+
+    found = await browsed(
+        service,
+        "",
+        tenant.name,
+        views=[(*NARROW, "light"), (*WIDE, "dark")],
+        pages={each: f"#/{each}" for each in ("members", "keys", "playground")},
+        link=link,
+        invites=guest,
+        name=MARK,
+    )
+
+    assert faults(found) == {}
+    assert "wk_" not in found["kept"]
+    assert link not in found["kept"]
+    assert "20 tokens" in found["chat"], "a session chats with a client token"
+    text, address = found["guest"]
+    assert text.count(MARK) >= 3, "the names of both, and of the signed-in one above"
+    assert "wi_" not in address
+    assert not {"Invite a person", "Change role", "Remove"} & set(found["guestButtons"])
+    made = (
+        "SELECT count(*) AS count FROM client_tokens t JOIN api_keys k ON k.id = t.api_key_id"
+        " WHERE k.secret_hash IS NULL AND k.project_id = %s"
+    )
+    assert service.database.rows(made, tenant.project_id)[0]["count"] == 1

@@ -42,6 +42,7 @@ from metering.tenants.sign_in import (
 from metering.tenants.tenants import rename_organization
 from tests.conftest import as_application, new_database
 from tests.e2e.test_console import missing_headers, reason_of
+from tests.e2e.test_console_browser import EVERY_VIEW, browsed, faults
 from tests.issuer_double import ProviderDouble, provider
 from tests.service import PATIENCE_S, Service, Tenant, running
 
@@ -763,3 +764,25 @@ async def test_use_keeps_a_session(site: Site) -> None:
         site.email,
     )
     assert row["is_noted"]
+
+
+async def test_the_page_offers_the_provider_and_says_why_a_sign_in_failed(site: Site) -> None:
+    await site.join()
+    async with site.service.session() as session:
+        link = await create_link(session, await find_person(session, site.email), actor="test")
+    found = await browsed(
+        site.service,
+        "",
+        site.organization,
+        views=EVERY_VIEW,
+        pages={},
+        start="Sign in with corp",
+        link=link,
+    )
+    assert faults(found) == {}
+    assert "You are not a member of an organization here" in found["signIn"]
+    assert "ab12cd34" in found["signIn"]
+    assert found["starts"] == [
+        "sign-in/start/corp?route=%2F",
+        "sign-in/start/corp?route=%2Fusage%3Fmonth%3D2026-11",
+    ]

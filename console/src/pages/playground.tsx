@@ -86,7 +86,7 @@ function withPart(run: Run, part: ChatPart): Run {
   };
 }
 
-function bodyOf(asked: Asked): object {
+function bodyOf(asked: Asked): { model: string; messages: object[] } {
   return {
     model: asked.model,
     messages: [

@@ -1,16 +1,23 @@
-// Organizations and their projects: create, rename, suspend and resume.
+// Organizations and their projects: create, rename, bind, suspend, resume and close.
 
 import type {
   OrganizationJson,
   ProjectJson,
   SuspensionJson,
 } from "../gen/weir/v1/admin_service_pb.js";
+import type {
+  ClosureEffectsJson,
+  ClosureJson,
+  RemainingCreditJson,
+} from "../gen/weir/v1/closures_pb.js";
+import { count, money } from "../format.js";
 import { Action } from "../parts/actions.js";
+import type { Asked } from "../parts/actions.js";
 import { Badge, Command, Name, Note, Time } from "../parts/basics.js";
 import { Table, column } from "../parts/table.js";
 import { text } from "../texts.js";
 import { Show, addressOf, useLoaded, useView } from "../view.js";
-import type { Page } from "../view.js";
+import type { Caller, Page } from "../view.js";
 
 const LIST = "AdminService/ListOrganizations";
 const t = text.tenants;
@@ -77,7 +84,8 @@ function Tenants() {
                 )),
                 column<OrganizationJson>(t.currency, (each) => each.currencyCode),
                 column<OrganizationJson>(t.since, (each) => <Time of={each.createTime} />),
-                column<OrganizationJson>(text.state, (each) => <State of={each.suspension} />),
+                column<OrganizationJson>(t.region, (each) => each.region),
+                column<OrganizationJson>(text.state, (each) => <State of={each} />),
                 column<OrganizationJson>(text.change, (each) => (
                   <OrganizationChanges of={each} reload={found.reload} />
                 )),
@@ -96,7 +104,20 @@ function Tenants() {
   );
 }
 
-function State({ of: suspension }: { of: SuspensionJson | undefined }) {
+function State({
+  of: { suspension, closure },
+}: {
+  of: { suspension?: SuspensionJson; closure?: ClosureJson };
+}) {
+  if (closure)
+    return (
+      <>
+        <Badge>{t.isClosed}</Badge>
+        <Note>
+          <Time of={closure.closeTime} />: {closure.reason}
+        </Note>
+      </>
+    );
   if (!suspension) return <Badge kind="good">{t.active}</Badge>;
   return (
     <>
@@ -109,12 +130,13 @@ function State({ of: suspension }: { of: SuspensionJson | undefined }) {
 }
 
 function OrganizationChanges({
-  of: { organizationId: organization = "", name = "", suspension },
+  of: { organizationId: organization = "", name = "", suspension, closure, region = "" },
   reload,
 }: {
   of: OrganizationJson;
   reload: () => void;
 }) {
+  if (closure) return null;
   return (
     <div className="buttons tight">
       <Action
@@ -126,6 +148,18 @@ function OrganizationChanges({
         fields={[{ name: "name", label: t.name, initial: name, isRequired: true }]}
         request={(values) => ({ organization, name: values["name"] ?? "" })}
         done={(answer) => t.renamed(answer.organization?.name ?? "")}
+        changed={reload}
+      />
+      <Action
+        call="AdminService/BindOrganization"
+        label={t.bind}
+        about={name}
+        title={t.bindTitle(name)}
+        explanation={t.bindExplanation}
+        act={text.save}
+        fields={[{ name: "region", label: t.region, help: t.regionHelp, initial: region }]}
+        request={(values) => ({ organization, region: (values["region"] ?? "").trim() })}
+        done={(answer) => t.isBound(name, answer.organization?.region ?? "")}
         changed={reload}
       />
       {suspension ? (
@@ -154,8 +188,86 @@ function OrganizationChanges({
           changed={reload}
         />
       )}
+      <Action
+        call="AdminService/CloseOrganization"
+        label={t.close}
+        about={name}
+        title={t.closeTitle(name)}
+        explanation={
+          <Effects
+            of={organization}
+            load={async (caller) =>
+              (await caller("AdminService/CloseOrganization", { organization, validateOnly: true }))
+                .effects
+            }
+          />
+        }
+        act={t.close}
+        isDanger
+        fields={[...closing(name), { name: "remaining_credit", label: t.credit, options: CREDIT }]}
+        request={(values) => ({
+          organization,
+          confirmName: values["confirm_name"] ?? "",
+          reason: values["reason"] ?? "",
+          remainingCredit: values["remaining_credit"] as RemainingCreditJson,
+        })}
+        done={() => t.closed(name)}
+        changed={reload}
+      />
     </div>
   );
+}
+
+const CREDIT: [RemainingCreditJson, string][] = [
+  ["REMAINING_CREDIT_UNSPECIFIED", t.noCredit],
+  ["REMAINING_CREDIT_REFUND", t.refundCredit],
+  ["REMAINING_CREDIT_EXPIRE", t.expireCredit],
+  ["REMAINING_CREDIT_KEEP", t.keepCredit],
+];
+
+function closing(name: string): Asked[] {
+  return [
+    { name: "reason", label: t.reason, help: t.reasonHelp, isRequired: true },
+    { name: "confirm_name", label: t.confirm(name), isRequired: true },
+  ];
+}
+
+// What a closing would change, before it is confirmed.
+function Effects({
+  of,
+  load,
+}: {
+  of: string;
+  load: (caller: Caller) => Promise<ClosureEffectsJson | undefined>;
+}) {
+  const found = useLoaded(load, [of]);
+  return (
+    <>
+      <p>{t.closeExplanation}</p>
+      <Show of={found}>
+        {(effects) => (
+          <ul className="effects">
+            {effectsOf(effects).map((each) => (
+              <li key={each}>{each}</li>
+            ))}
+          </ul>
+        )}
+      </Show>
+    </>
+  );
+}
+
+export function effectsOf(effects: ClosureEffectsJson = {}): string[] {
+  const { openMonths = [], unbilled, remainingCredit } = effects;
+  return [
+    t.endsRequests(count(effects.runningRequestCount ?? 0)),
+    t.revokesKeys(count(effects.activeKeyCount ?? 0)),
+    ...(effects.openProjectCount ? [t.closesProjects(count(effects.openProjectCount))] : []),
+    ...(effects.openRentalCount ? [t.endsRentals(count(effects.openRentalCount))] : []),
+    ...(openMonths.length > 0 ? [t.monthsOpen(openMonths.join(", "))] : []),
+    ...(unbilled?.currencyCode ? [t.unbilled(money(unbilled))] : []),
+    ...(remainingCredit?.currencyCode ? [t.creditLeft(money(remainingCredit))] : []),
+  ];
 }
 
 function Projects({
@@ -178,7 +290,7 @@ function Projects({
               columns={[
                 column<ProjectJson>(text.project, (each) => <Name of={each.name} />),
                 column<ProjectJson>(t.since, (each) => <Time of={each.createTime} />),
-                column<ProjectJson>(text.state, (each) => <State of={each.suspension} />),
+                column<ProjectJson>(text.state, (each) => <State of={each} />),
                 column<ProjectJson>(text.change, (each) => (
                   <ProjectChanges of={each} reload={found.reload} />
                 )),
@@ -219,12 +331,13 @@ function Projects({
 }
 
 function ProjectChanges({
-  of: { projectId: project = "", name = "", suspension },
+  of: { projectId: project = "", name = "", suspension, closure },
   reload,
 }: {
   of: ProjectJson;
   reload: () => void;
 }) {
+  if (closure) return null;
   return (
     <div className="buttons tight">
       <Action
@@ -264,6 +377,30 @@ function ProjectChanges({
           changed={reload}
         />
       )}
+      <Action
+        call="AdminService/CloseProject"
+        label={t.close}
+        about={name}
+        title={t.closeTitle(name)}
+        explanation={
+          <Effects
+            of={project}
+            load={async (caller) =>
+              (await caller("AdminService/CloseProject", { project, validateOnly: true })).effects
+            }
+          />
+        }
+        act={t.close}
+        isDanger
+        fields={closing(name)}
+        request={(values) => ({
+          project,
+          confirmName: values["confirm_name"] ?? "",
+          reason: values["reason"] ?? "",
+        })}
+        done={() => t.closed(name)}
+        changed={reload}
+      />
     </div>
   );
 }

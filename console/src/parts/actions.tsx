@@ -48,6 +48,7 @@ export interface Change<Call extends Name> {
 
 // Secret that the server returns once.
 export interface Secret {
+  title?: string;
   message: string;
   secret: string;
 }
@@ -125,7 +126,7 @@ function Form<Call extends Name>({ change, close }: { change: Change<Call>; clos
       }}
     >
       <Heading slot="title">{change.title}</Heading>
-      {change.explanation && <p>{change.explanation}</p>}
+      {typeof change.explanation === "string" ? <p>{change.explanation}</p> : change.explanation}
       {fields.map((each) => (
         <Entry
           key={each.name}
@@ -209,10 +210,15 @@ function violationsOf(error: unknown): { field?: string; description?: string }[
 }
 
 // A secret, which is shown until the dialog is closed.
-function Once({ message, secret, close }: Secret & { close: () => void }) {
+function Once({
+  title = text.secretTitle,
+  message,
+  secret,
+  close,
+}: Secret & { close: () => void }) {
   return (
     <>
-      <Heading slot="title">{text.secretTitle}</Heading>
+      <Heading slot="title">{title}</Heading>
       <p>{message}</p>
       <p className="secret">
         <code>{secret}</code> <Copy of={secret} />
