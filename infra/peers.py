@@ -1,9 +1,9 @@
 """Install engines and agents of other projects, each in its own folder, and test Weir with them.
 
-Run as `make test-peers`, or `python -m infra.peers [PEER ...]`. Environments are kept below
-`~/.cache/weir/peers`, with `output.log` of the last command. If the variable of a peer already
-names an interpreter, that one is used and nothing is installed. vLLM needs a CPU build of torch:
-set `PIP_EXTRA_INDEX_URL` as CONTRIBUTING.md says.
+Run as `make test-peers`, or `python -m infra.peers [--install-max-s S] [PEER ...]`. Environments
+are kept below `~/.cache/weir/peers`, with `output.log` of the last command. If the variable of a
+peer already names an interpreter, that one is used and nothing is installed. vLLM needs a CPU build
+of torch: set `PIP_EXTRA_INDEX_URL` as CONTRIBUTING.md says.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.architecture import ROOT
+from infra.build_image import NETWORK
 from infra.clients import CACHE, ClientFailed, run
 
 TABLE_HEAD = "| peer | version | tests | result | seconds |\n|---|---|---|---|---|"
@@ -161,8 +162,15 @@ PEERS = {
 }
 
 
-def install(peer: Peer) -> str:
-    """Install a peer unless it is installed, and return its version. Raises: ClientFailed."""
+class NotDownloaded(ClientFailed):
+    """Packages of a peer could not be downloaded, or not in time."""
+
+
+def install(peer: Peer, max_s: float = INSTALL_MAX_S) -> str:
+    """Install a peer unless it is installed, and return its version.
+
+    Each step may take `max_s` seconds. Raises: ClientFailed, NotDownloaded.
+    """
     folder, stamp, wanted = peer.folder, peer.folder / ".installed", "\n".join(peer.steps)
     folder.mkdir(parents=True, exist_ok=True)
     if peer.variable not in os.environ and not (stamp.exists() and stamp.read_text() == wanted):
@@ -172,8 +180,16 @@ def install(peer: Peer) -> str:
         else:
             run([sys.executable, "-m", "venv", "--clear", "."], folder, os.environ, INSTALL_MAX_S)
             command = [peer.installed_at, "-m", "pip", "--quiet"]
+        log = folder / "output.log"
         for step in peer.steps:
-            run([*command, *shlex.split(step)], folder, os.environ, INSTALL_MAX_S)
+            log.unlink(missing_ok=True)
+            try:
+                run([*command, *shlex.split(step)], folder, os.environ, max_s)
+            except ClientFailed as failure:
+                # Without output, the time was over.
+                if not log.exists() or NETWORK.search(log.read_text()):
+                    raise NotDownloaded(str(failure)) from None
+                raise
         stamp.write_text(wanted)
     if peer.manager == "npm":
         manifest = peer.installed_at.parent / peer.package / "package.json"
@@ -182,11 +198,14 @@ def install(peer: Peer) -> str:
     return run([peer.installed_at, "-c", code], folder, os.environ, INSTALL_MAX_S).strip()
 
 
-def tried(peer: Peer) -> tuple[str, bool]:
-    """Install a peer and run its tests. Return its table row, and whether the tests passed."""
+def tried(peer: Peer, install_max_s: float = INSTALL_MAX_S) -> tuple[str, bool]:
+    """Install a peer and run its tests. Return its table row, and whether the tests passed.
+
+    They are skipped, which is no failure, if packages could not be downloaded.
+    """
     version, began = "-", time.monotonic()
     try:
-        installed = {each: install(PEERS[each]) for each in (peer.name, *peer.needs)}
+        installed = {each: install(PEERS[each], install_max_s) for each in (peer.name, *peer.needs)}
         version, began = installed[peer.name], time.monotonic()
         chosen = {PEERS[name].variable: str(PEERS[name].installed_at) for name in installed}
         others = {each.variable for each in PEERS.values()}
@@ -199,6 +218,8 @@ def tried(peer: Peer) -> tuple[str, bool]:
         if "passed" not in result:
             raise ClientFailed(result)
         is_good = True
+    except NotDownloaded as failure:
+        result, is_good = f"skipped, not downloaded: {failure}".replace("|", "/"), True
     except ClientFailed as failure:
         result, is_good = f"fail: {failure}".replace("|", "/"), False
     tests = ", ".join(Path(path).name for path in peer.tests)
@@ -210,11 +231,18 @@ def main(arguments: Sequence[str]) -> int:
     """Run the tests of the peers and print the table. Return 1 if one failed, else 0."""
     parser = argparse.ArgumentParser(description="Test Weir with engines of other projects.")
     parser.add_argument("peer", nargs="*", choices=[[], *PEERS], help="default: all")
-    names = parser.parse_args(arguments).peer or PEERS
+    parser.add_argument(
+        "--install-max-s",
+        type=float,
+        default=INSTALL_MAX_S,
+        help="seconds that a step of an installation may take; the tests are skipped after that",
+    )
+    given = parser.parse_args(arguments)
+    names = given.peer or PEERS
     print(TABLE_HEAD, flush=True)
     failed = 0
     for name in names:
-        row, is_good = tried(PEERS[name])
+        row, is_good = tried(PEERS[name], given.install_max_s)
         failed |= not is_good
         print(row, flush=True)
     return failed

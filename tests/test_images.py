@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from inference.adapters.tensorrt_settings import VERSION
+from infra import build_image
+from infra.build_image import BuildFailed, DownloadFailed
 from tests.inference.checkpoints import make_checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -285,3 +287,42 @@ def test_containers_of_weir_can_write_to_their_volumes_only(name: str) -> None:
         "the home of every service is writable"
     )
     assert "WEIR_HOME=/var/lib/weir" in " ".join(instructions("Dockerfile"))
+
+
+@pytest.mark.parametrize(
+    ("output", "failure"),
+    [
+        ("E: Couldn't download https://deb.debian.org/libc6.deb", DownloadFailed),
+        ("E: Failed to fetch http://deb.debian.org/g++.deb  Connection timed out", DownloadFailed),
+        ("WARNING: Retrying (Retry(total=0)) after connection broken", DownloadFailed),
+        ("ERROR: No matching distribution found for grpcio==0.0.1", BuildFailed),
+        ("error: 'decoder.cpp': syntax", BuildFailed),
+    ],
+)
+def test_a_build_tells_a_failed_download_from_a_fault(
+    output: str, failure: type[BuildFailed]
+) -> None:
+    with pytest.raises(BuildFailed, match="status 100") as raised:
+        build_image.run(["sh", "-c", 'echo "$0" >&2; exit 100', output])
+
+    assert raised.type is failure
+
+
+def test_a_build_that_takes_too_long_is_a_failed_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_image, "BUILD_MAX_S", 0.1)
+
+    with pytest.raises(DownloadFailed, match="took longer"):
+        build_image.run(["sleep", "30"])
+
+
+def test_a_build_sees_local_packages_that_pip_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index names files beside it, so its parent is needed."""
+    for name in ("index/simple", "index/files", "wheels"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", f"file://{tmp_path}/index/simple")
+    monkeypatch.setenv("PIP_FIND_LINKS", f"{tmp_path}/wheels {tmp_path}/missing")
+
+    assert build_image.local_paths() == [f"{tmp_path}/index", f"{tmp_path}/wheels"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from infra import peers
+from infra import clients, peers
 from infra.architecture import ROOT
 from infra.peers import PEERS, Peer, tried
 
@@ -45,8 +46,27 @@ def test_a_peer_passes_if_its_tests_pass(
     assert row.startswith(f"| a | {pytest.__version__} | test_it.py | {result}")
 
 
-def test_a_failed_installation_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep peers in a directory of the test, with this interpreter: a new one takes seconds."""
+
+    def run(
+        command: Sequence[str | Path], folder: Path, environment: Mapping[str, str], limit_s: float
+    ) -> str:
+        if "venv" not in command:
+            return clients.run(command, folder, environment, limit_s)
+        python = folder / "bin" / "python"
+        python.parent.mkdir(exist_ok=True)
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        return ""
+
     monkeypatch.setattr(peers, "CACHE", tmp_path / "clients")
+    monkeypatch.setattr(peers, "run", run)
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_failed_installation_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     peer = Peer("a", "pytest", ("install --no-index no-such-package",), ("tests",), "")
     monkeypatch.setattr(peers, "PEERS", {"a": peer})
 
@@ -55,3 +75,19 @@ def test_a_failed_installation_is_reported(tmp_path: Path, monkeypatch: pytest.M
     assert not is_good
     assert row.startswith("| a | - | tests | fail: ")
     assert not (peer.folder / ".installed").exists()
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    ("options", "max_s"), [("--index-url http://127.0.0.1:9/ --retries 1", 60), ("", 0.01)]
+)
+def test_a_peer_is_skipped_if_its_packages_cannot_be_downloaded(
+    options: str, max_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = Peer("a", "pytest", (f"install --isolated {options} no-such-package",), ("tests",), "")
+    monkeypatch.setattr(peers, "PEERS", {"a": peer})
+
+    row, is_good = tried(peer, max_s)
+
+    assert is_good
+    assert row.startswith("| a | - | tests | skipped, not downloaded: ")

@@ -43,15 +43,18 @@ FRIENDLY = (
 
 
 @contextmanager
-def hostile(database_url: str, isolation: str = "serializable") -> Iterator[str]:
-    """Give the database hostile defaults; yield a URL for its connections."""
+def hostile(
+    database_url: str, isolation: str = "serializable", *, of_role: bool = False
+) -> Iterator[str]:
+    """Give the database hostile defaults, or its role in it; yield a URL for its connections."""
     name = make_url(database_url).database
     assert name is not None
+    whose = sql.SQL("ROLE CURRENT_USER IN DATABASE" if of_role else "DATABASE")
     with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
         for setting, value in {**DEFAULTS, "default_transaction_isolation": isolation}.items():
             connection.execute(
-                sql.SQL("ALTER DATABASE {} SET {} = {}").format(
-                    sql.Identifier(name), sql.Identifier(setting), value
+                sql.SQL("ALTER {} {} SET {} = {}").format(
+                    whose, sql.Identifier(name), sql.Identifier(setting), value
                 )
             )
     options = " ".join(f"-c {setting}" for setting in FRIENDLY)

@@ -54,25 +54,45 @@ PATIENT = "-c statement_timeout=0 -c transaction_timeout=0 -c idle_in_transactio
 SHOWN = "SELECT name, setting FROM pg_settings WHERE name = ANY(%s)"
 
 
-@pytest.fixture(params=["serializable", "repeatable read"])
+@pytest.fixture(
+    params=[
+        ("serializable", False),
+        ("repeatable read", False),
+        ("serializable", True),
+        ("read committed", True),
+    ],
+    ids=lambda param: f"{param[0]} of the {'role' if param[1] else 'database'}",
+)
+def defaults(request: pytest.FixtureRequest) -> tuple[str, bool]:
+    """Return an isolation, and whether it and the other defaults are those of the role."""
+    isolation, of_role = request.param
+    return isolation, of_role
+
+
+@pytest.fixture
 def database_url(
-    postgres_server: str, template_database: str, request: pytest.FixtureRequest
+    postgres_server: str, template_database: str, defaults: tuple[str, bool]
 ) -> Iterator[str]:
     """Yield the URL of a migrated database with hostile defaults."""
+    isolation, of_role = defaults
     with (
         new_database(postgres_server, template=template_database) as url,
-        hostile(url, request.param) as hostile_url,
+        hostile(url, isolation, of_role=of_role) as hostile_url,
     ):
         yield hostile_url
 
 
-def test_the_defaults_are_hostile_to_other_clients(database_url: str) -> None:
+def test_the_defaults_are_hostile_to_other_clients(
+    database_url: str, defaults: tuple[str, bool]
+) -> None:
     """Shows that the checks below can fail."""
     plain = psycopg_conninfo(database_url)
     with psycopg.connect(plain, options=PATIENT) as client:
         found: dict[str, str] = dict(client.execute(SHOWN, (list(RELIED_ON),)).fetchall())
 
-    assert {name for name in RELIED_ON if found[name] == RELIED_ON[name]} <= {"transaction_timeout"}
+    friendly = {name for name in RELIED_ON if found[name] == RELIED_ON[name]}
+    assert found["default_transaction_isolation"] == defaults[0]
+    assert friendly <= {"transaction_timeout", "default_transaction_isolation"}
     assert set(RELIED_ON) <= set(DEFAULTS)
 
 
