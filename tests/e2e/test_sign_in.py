@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import socket
+import time
 import uuid
 from base64 import urlsafe_b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
