@@ -276,7 +276,7 @@ class SignIn:
             sent = request.headers.get(CSRF_HEADER, "")
             if not secrets.compare_digest(sent.encode(), csrf_of(secret).encode()):
                 raise PermissionDenied(
-                    f"The header {CSRF_HEADER} is missing or wrong: reload the page."
+                    f"The header {CSRF_HEADER} is missing or wrong: open the page again."
                 )
         return Cookie(secret, self._acting(secret, request.headers.get(ORGANIZATION_HEADER)))
 

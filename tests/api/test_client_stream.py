@@ -147,6 +147,7 @@ async def test_a_client_that_never_reads_is_not_read(monkeypatch: pytest.MonkeyP
             address=None,
             credentials=frozenset(),
             token=None,
+            region="",
             models=frozenset(),
         ),
     )

@@ -51,8 +51,8 @@ FILE, PAGE = (
 UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-")
 REMEDY = re.compile(
     r"\b(?:Use|Send|Ask|Check|Set|Allow|Attach|Wait|Start|Shorten|Split|Add|Change|Create|Close|Post"
-    r"|Correct|Propose|Approve|Tell|Update|Generate|List|Request|Open|Run|Mend|Read|Complete"
-    r"|Another person|must be|send|ask|set|choose|add|use|shorten|close|has to)\b"
+    r"|Correct|Propose|Approve|Tell|Update|Generate|List|Request|Open|open|Run|Mend|Read|Complete"
+    r"|Sign in|Another person|must be|send|ask|set|choose|add|use|shorten|close|has to)\b"
 )
 # A description of a field says what is allowed or what to do: "must be a day", "…: leave it out".
 ALLOWED = re.compile(r"\bmust\b|is required|(?::|;|,) (?:and )?[a-z`1]+")
