@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import socket
 import time
 import uuid
 from base64 import urlsafe_b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,8 +23,10 @@ import yaml
 from aiohttp import web
 from sqlalchemy import text
 
+from api.access.auth import Authenticator
 from api.access.oidc import Flow
-from api.console.sign_in import csrf_of
+from api.access.providers import Provider, SignInFile
+from api.console.sign_in import Cookie, SignIn, csrf_of
 from metering.core.errors import InvalidValue
 from metering.tenants.invitations import accept_invitation, invite
 from metering.tenants.members import (
@@ -44,7 +47,7 @@ from metering.tenants.tenants import rename_organization
 from tests.conftest import as_application, new_database
 from tests.e2e.test_console import missing_headers, reason_of
 from tests.e2e.test_console_browser import EVERY_VIEW, browsed, faults
-from tests.issuer_double import ProviderDouble, provider
+from tests.issuer_double import IssuerDouble, ProviderDouble, provider, served
 from tests.service import PATIENCE_S, Service, Tenant, running
 
 NUMBERS = itertools.count()
@@ -787,3 +790,81 @@ async def test_the_page_offers_the_provider_and_says_why_a_sign_in_failed(site: 
         "sign-in/start/corp?route=%2F",
         "sign-in/start/corp?route=%2Fusage%3Fmonth%3D2026-11",
     ]
+
+
+@pytest.mark.parametrize(
+    ("url", "tls"),
+    [("https://weir.example/prefix/console", False), (URL, True), (URL, False)],
+    ids=("TLS by a proxy with a path", "own TLS", "no TLS"),
+)
+async def test_cookies_belong_to_this_host_alone_where_there_is_tls(
+    site: Site, url: str, tls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another host of the domain, or a reader of the network, can neither set nor see them."""
+    monkeypatch.setattr("api.console.sign_in.peer_of", lambda _: "ipv4:127.0.0.1:1")
+    await site.join()
+    is_secure = tls or url.startswith("https")
+    prefix = "__Host-" if is_secure else ""
+    site.double.redirect_uri = f"{url}/sign-in/callback"
+    secret = site.service.home / "secret"
+    corp = Provider("corp", site.double.url, ProviderDouble.CLIENT, secret)
+    sessions = site.service.sessions
+    signing_in = SignIn(SignInFile(url, (corp,)), sessions, Authenticator(sessions), tls=tls)
+    seen: list[Cookie | None] = []
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        seen.append(signing_in.cookie(request))
+        if request.path == "/link":
+            return await signing_in.use_link(request, await request.json())
+        if request.path == "/end":
+            return await signing_in.end(request)
+        return await signing_in.answer(request, request.path[1:])
+
+    async def send(method: str, path: str, cookies: str = "", **options: Any) -> Any:
+        headers = {"cookie": cookies, "weir-csrf": csrf_of(cookies.partition("=")[2])}
+        async with site.http.request(
+            method, f"{front.url}{path}", headers=headers, allow_redirects=False, **options
+        ) as answer:
+            return answer
+
+    def cookie(answer: Any, name: str, same_site: str) -> str:
+        [line] = [
+            each
+            for each in answer.headers.getall("set-cookie")
+            if each.startswith(f"{prefix}{name}=")
+        ]
+        value, *attributes = line.split("; ")
+        assert ("Secure" in attributes) is is_secure
+        assert {"HttpOnly", "Path=/", f"SameSite={same_site}"} <= set(attributes)
+        assert not any(each.startswith("Domain") for each in attributes)
+        return str(value)
+
+    double = IssuerDouble()
+    double.answer = handle
+    async with served(double) as front, running_task(signing_in.client.keys.run()):
+        started = await send("GET", "/start/corp?route=/usage")
+        flow = cookie(started, FLOW, "Lax")
+        back = site.double.authorize(dict(parse_qsl(urlsplit(started.headers["location"]).query)))
+        finished = await send("GET", "/callback", flow, params=back)
+        assert finished.headers["location"] == f"{url}/#/usage"
+        session_cookie = cookie(finished, SESSION, "Strict")
+        assert cookie(finished, FLOW, "Strict") == f'{prefix}{FLOW}=""'
+        async with site.service.session() as session:
+            link = await create_link(session, await find_person(session, site.email), actor="test")
+        cookie(await send("POST", "/link", json={"secret": link}), SESSION, "Strict")
+        other = session_cookie.removeprefix(prefix) if prefix else f"__Host-{session_cookie}"
+        seen.clear()
+        await send("GET", "/start/corp", other)
+        ended = await send("POST", "/end", session_cookie)
+        assert [each is not None for each in seen] == [False, True]
+        assert cookie(ended, SESSION, "Strict") == f'{prefix}{SESSION}=""'
+
+
+@contextlib.asynccontextmanager
+async def running_task(steps: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    task = asyncio.create_task(steps)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
