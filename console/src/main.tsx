@@ -111,6 +111,7 @@ function Console() {
       ended={ended}
       signOut={signOut}
       chosen={(organization) => {
+        setState(null); // no page of the former organization makes a call in the other
         choose(organization);
         location.hash = "";
         void enter();

@@ -102,8 +102,7 @@ const en = {
       expired: "The sign-in took too long, or began in another browser. Try again.",
       cancelled: "You cancelled the sign-in at your provider. Try again.",
       unavailable: "Your provider cannot be reached at present. Try again in a minute.",
-      invalid:
-        "The answer of your provider is not valid. Try again; if it stays so, ask the operator.",
+      invalid: "The answer of your provider is not valid. Try again, or ask the operator.",
     } as Record<string, string>,
     failedOtherwise: "The sign-in failed. Try again.",
   },
@@ -711,8 +710,8 @@ const en = {
     notDays: (entered: string) => `Enter a whole number of days, 1 to 30, not "${entered}".`,
     linkTitle: "Copy the link now",
     invited: (email: string) =>
-      `${email} is invited. Hand this link over in a safe way: whoever opens it first becomes ` +
-      "this member.",
+      `${email} is invited. Hand this link over in a safe way: the first who accepts with it ` +
+      "becomes this member.",
     invitedBefore: (email: string) =>
       `${email} was invited by an earlier attempt. Use "New link" to get a link.`,
     caption: "Members",

@@ -166,17 +166,15 @@ async def test_an_admin_of_a_customer_works_in_the_browser(
 async def test_a_member_signs_in_with_a_link_and_invites_another(
     service: Service, tenant: Tenant
 ) -> None:
-    name = f"p{uuid.uuid4().hex[:12]}"
+    name, other = f"p{uuid.uuid4().hex[:12]}", await service.tenant()
+    email, roles = f"{name}@example.com", {tenant.name: "admin", other.name: "viewer"}
     async with service.session() as session:
-        _, token = await invite(
-            session,
-            organization=tenant.name,
-            email=f"{name}@example.com",
-            role="admin",
-            actor="test",
-        )
-        await accept_invitation(session, token=token, display_name=MARK)
-        person = await find_person(session, f"{name}@example.com")
+        for organization, role in roles.items():
+            _, token = await invite(
+                session, organization=organization, email=email, role=role, actor="test"
+            )
+            await accept_invitation(session, token=token, display_name=MARK)
+        person = await find_person(session, email)
         link = await create_link(session, person, actor="test")
     guest = f"guest-{name}@example.com"
 
@@ -186,6 +184,7 @@ async def test_a_member_signs_in_with_a_link_and_invites_another(
         tenant.name,
         views=[(*NARROW, "light"), (*WIDE, "dark")],
         pages={each: f"#/{each}" for each in ("members", "keys", "playground")},
+        organizations=[f"{each} ({role})" for each, role in roles.items()],
         link=link,
         invites=guest,
         name=MARK,
@@ -194,6 +193,7 @@ async def test_a_member_signs_in_with_a_link_and_invites_another(
     assert faults(found) == {}
     assert "wk_" not in found["kept"]
     assert link not in found["kept"]
+    assert found["elsewhere"] == 0, "a viewer of the other organization invites nobody"
     assert "20 tokens" in found["chat"], "a session chats with a client token"
     text, address = found["guest"]
     assert text.count(MARK) >= 3, "the names of both, and of the signed-in one above"
