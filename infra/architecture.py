@@ -83,8 +83,8 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "TypeScript client": (("sdk/typescript/",), 6_693),
     "benchmarks": (("bench/",), 11_511),
     "demo": (("demo/",), 4_524),
-    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_959),
-    "tests": (("tests/",), 139_459),
+    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 8_168),
+    "tests": (("tests/",), 139_537),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")
