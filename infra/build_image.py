@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = ROOT / "infra" / "images" / "Dockerfile"
@@ -122,7 +123,8 @@ def pip_settings() -> dict[str, str]:
 def local_paths() -> list[str]:
     """Return directories of this machine that pip's settings name, an index with its files."""
     words = " ".join(pip_settings().values()).replace("\\n", " ").split()
-    paths = [Path(word.removeprefix("file://")) for word in words]
+    urls = [urlsplit(word) for word in words]
+    paths = [Path(url.path) for url in urls if url.scheme in ("", "file")]
     return sorted(
         {
             str(path.parent if path.name == "simple" else path)

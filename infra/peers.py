@@ -201,7 +201,7 @@ def install(peer: Peer, max_s: float = INSTALL_MAX_S) -> str:
 def tried(peer: Peer, install_max_s: float = INSTALL_MAX_S) -> tuple[str, bool]:
     """Install a peer and run its tests. Return its table row, and whether the tests passed.
 
-    They are skipped, which is no failure, if packages could not be downloaded.
+    They are skipped, without a failure, if packages could not be downloaded.
     """
     version, began = "-", time.monotonic()
     try:

@@ -299,7 +299,7 @@ def test_containers_of_weir_can_write_to_their_volumes_only(name: str) -> None:
         ("error: 'decoder.cpp': syntax", BuildFailed),
     ],
 )
-def test_a_build_tells_a_failed_download_from_a_fault(
+def test_a_failed_download_is_another_failure_than_a_fault(
     output: str, failure: type[BuildFailed]
 ) -> None:
     with pytest.raises(BuildFailed, match="status 100") as raised:
@@ -315,14 +315,14 @@ def test_a_build_that_takes_too_long_is_a_failed_download(monkeypatch: pytest.Mo
         build_image.run(["sleep", "30"])
 
 
-def test_a_build_sees_local_packages_that_pip_is_told_of(
+def test_a_build_can_read_the_local_packages_of_pip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An index names files beside it, so its parent is needed."""
     for name in ("index/simple", "index/files", "wheels"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", f"file://{tmp_path}/index/simple")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", (tmp_path / "index" / "simple").as_uri())
     monkeypatch.setenv("PIP_FIND_LINKS", f"{tmp_path}/wheels {tmp_path}/missing")
 
     assert build_image.local_paths() == [f"{tmp_path}/index", f"{tmp_path}/wheels"]

@@ -79,7 +79,7 @@ def test_a_failed_installation_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize(
-    ("options", "max_s"), [("--index-url http://127.0.0.1:9/ --retries 1", 60), ("", 0.01)]
+    ("options", "max_s"), [("--proxy http://127.0.0.1:9 --retries 1", 60), ("", 0.01)]
 )
 def test_a_peer_is_skipped_if_its_packages_cannot_be_downloaded(
     options: str, max_s: float, monkeypatch: pytest.MonkeyPatch
