@@ -1000,7 +1000,7 @@ def typescript_call(found: Contract, service: str, method: Any, comment: str, fo
     kind = re.sub(r"list\[(\w+)\]", r"\1[]", kind).replace("bool", "boolean")
     if kind == "int":
         kind, value = "number", "Count"
-    kind = kind.replace("bytes", "Uint8Array")
+    kind = kind.replace("bytes", "Uint8Array").replace("str", "string")
     read = value[:1].lower() + value[1:]
     answer = f"response.{camel(result)}" if result else "response"
     if value != "None":

@@ -92,6 +92,27 @@ ACTS: list[tuple[str, Fields]] = [
         lambda _: {"configuration": {"organizations": [{"name": f"o{uuid.uuid4().hex[:20]}"}]}},
     ),
     ("EraseEndUser", lambda m: {"organization": m["victim"], "end_user": m["end_user"]}),
+    (
+        "CreateTokenIssuer",
+        lambda m: {
+            "organization": m["org"],
+            "issuer": "https://login.example.com",
+            "audience": m["org"],
+            "projects": ["third"],
+        },
+    ),
+    (
+        "RevokeTokens",
+        lambda m: {
+            "token_issuer_id": m["CreateTokenIssuer"].token_issuer.token_issuer_id,
+            "claim": "sub",
+            "value": "ada",
+        },
+    ),
+    (
+        "DeleteTokenIssuer",
+        lambda m: {"token_issuer_id": m["CreateTokenIssuer"].token_issuer.token_issuer_id},
+    ),
     ("InviteMember", lambda m: {"organization": m["org"], "email": m["email"], "role": "viewer"}),
     (
         "ResendInvitation",
@@ -108,6 +129,7 @@ ACTS: list[tuple[str, Fields]] = [
     ),
     ("DeleteServiceAccount", lambda m: {"organization": m["org"], "service_account": "ci"}),
     ("UpdatePerson", lambda m: {"person": m["email"], "display_name": "Ann B."}),
+    ("CreateSignInLink", lambda m: {"person": m["email"]}),
     ("DeactivatePerson", lambda m: {"person": m["email"]}),
     ("ReactivatePerson", lambda m: {"person": m["email"]}),
     ("CreateSignInLink", lambda m: {"person": m["email"]}),
@@ -154,10 +176,28 @@ ACTS: list[tuple[str, Fields]] = [
         "EndReplicaRental",
         lambda m: {"organization": m["org"], "rental_id": m["RentReplicas"].rental.rental_id},
     ),
+    (
+        "CloseProject",
+        lambda m: {
+            "project": f"{m['org']}/third",
+            "confirm_name": "third",
+            "reason": "it has ended",
+        },
+    ),
     ("UpdateOrganization", lambda m: {"organization": m["org"], "name": f"{m['org']}-new"}),
+    (
+        "CloseOrganization",
+        lambda m: {
+            "organization": f"{m['org']}-new",
+            "confirm_name": f"{m['org']}-new",
+            "reason": "they have left",
+            "remaining_credit": "REMAINING_CREDIT_EXPIRE",
+        },
+    ),
 ]
 READS = ("Get", "List", "Export", "Verify", "Simulate")
 NOT_WALKED = {
+    "BindOrganization": "needs a fleet with regions; see test_regions.py",
     "KillRequest": "needs a running request; see test_live_requests.py",
     "ExpireOverdueHolds": "does what a worker does anyway, and writes no entry",
     "TestAlertWebhook": "sends a message, and changes nothing",

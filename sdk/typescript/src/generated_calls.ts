@@ -2129,7 +2129,7 @@ export class AdminCalls extends UnaryClient {
   async createSignInLink(
     person: string,
     options: CreateSignInLinkOptions = {},
-  ): Promise<str> {
+  ): Promise<string> {
     const init = defined({
       person: person,
       lifetime: duration("lifetimeMs", options.lifetimeMs),
