@@ -79,12 +79,12 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 114_738),
     "fault injection": (("chaos/",), 1_059),
     "command line": (("sdk/python/src/weir_cli/",), 9_942),
-    "Python client": (("sdk/python/",), 7_606),
-    "TypeScript client": (("sdk/typescript/",), 6_693),
+    "Python client": (("sdk/python/",), 7_777),
+    "TypeScript client": (("sdk/typescript/",), 6_927),
     "benchmarks": (("bench/",), 11_511),
     "demo": (("demo/",), 4_524),
     "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_959),
-    "tests": (("tests/",), 139_459),
+    "tests": (("tests/",), 139_768),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")

@@ -85,7 +85,7 @@ async def test_a_fixed_key_is_not_sent_again() -> None:
 
 @pytest.mark.parametrize("at_once", [True, False])
 async def test_a_stream_that_refuses_its_token_gets_no_more_requests(at_once: bool) -> None:
-    """As a whole, or each new request; a request that runs there goes on."""
+    """Refuse the call, or each new request: a request that runs there goes on."""
     calls, goes_on = list[str](), asyncio.Event()
     tokens: list[Any] = []
 
@@ -150,17 +150,17 @@ async def test_what_the_function_returns_is_checked(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("life_s", "used_for_s"),
+    ("lifetime_s", "used_for_s"),
     [(300, 270), (40, 32), (10, 8), (-5, None)],
 )
 async def test_a_token_is_replaced_before_it_expires(
-    monkeypatch: pytest.MonkeyPatch, life_s: float, used_for_s: float | None
+    monkeypatch: pytest.MonkeyPatch, lifetime_s: float, used_for_s: float | None
 ) -> None:
     """One that has expired by this machine's clock is used until the server refuses it."""
     now, calls = time.monotonic(), list[str]()
 
     async def fetch() -> str:
-        calls.append(jwt(life_s))
+        calls.append(jwt(lifetime_s))
         return calls[-1]
 
     key = CurrentKey(fetch)
@@ -176,7 +176,7 @@ async def test_a_token_is_replaced_before_it_expires(
 
 
 @pytest.mark.parametrize("token", ["wct_opaque", "a.b", "a.!.c", "a.e30.c", "a.bnVsbA.c", "..", ""])
-async def test_a_token_that_tells_no_expiry_is_used_until_it_is_refused(token: str) -> None:
+async def test_a_token_without_an_expiry_is_used_until_it_is_refused(token: str) -> None:
     calls = list[str]()
 
     def fetch() -> str:

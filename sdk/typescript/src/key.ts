@@ -64,7 +64,7 @@ export class CurrentKey {
     }
     this.text = checkedKey(key, FUNCTION_FAILED);
     this.isDue = false;
-    this.renewAt = performance.now() + lifeMs(this.text);
+    this.renewAt = performance.now() + lifetimeMs(this.text);
   }
 }
 
@@ -84,7 +84,7 @@ export function checkedKey(key: unknown, reason?: string): string {
  * Returns the milliseconds for which to use a token: unlimited if it does not tell its expiry. A
  * token that has expired by this machine's clock is used too: the clock may be wrong.
  */
-function lifeMs(token: string): number {
+function lifetimeMs(token: string): number {
   const parts = token.split(".");
   if (parts.length !== 3) return Infinity;
   try {

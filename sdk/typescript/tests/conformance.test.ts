@@ -1132,7 +1132,7 @@ promise("replaces-a-refused-key", async () => {
   await using refused = new WeirClient({ apiKey: refusing });
   await assert.rejects(refused.listModels(), Unauthenticated);
   await assert.rejects(refused.complete(MODEL, SHORT), Unauthenticated);
-  assert.equal(refusedCount, 4, "each call has a token that was not refused yet, and tries one more");
+  assert.equal(refusedCount, 4, "each call has a fresh token, and tries one more");
 
   await using failing = new WeirClient({
     apiKey: () => Promise.reject(new Error("no network")),

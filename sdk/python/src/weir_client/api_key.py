@@ -65,7 +65,7 @@ class CurrentKey:
                 ) from error
             self.text = checked_key(key, FUNCTION_FAILED)
             self._is_due = False
-            self._renew_at = time.monotonic() + _life_s(self.text)
+            self._renew_at = time.monotonic() + _lifetime_s(self.text)
 
     def _due(self) -> bool:
         return self._is_due or time.monotonic() >= self._renew_at
@@ -84,7 +84,7 @@ def checked_key(key: object, reason: str = "") -> str:
     return key.strip()
 
 
-def _life_s(token: str) -> float:
+def _lifetime_s(token: str) -> float:
     """Return the seconds for which to use a token: unlimited if it does not tell its expiry.
 
     A token that has expired by this machine's clock is used too: the clock may be wrong.
@@ -92,7 +92,7 @@ def _life_s(token: str) -> float:
     parts = token.split(".")
     try:
         claims = json.loads(base64.urlsafe_b64decode(parts[1] + "==")) if len(parts) == 3 else {}
-        life_s = float(claims["exp"]) - time.time()
+        lifetime_s = float(claims["exp"]) - time.time()
     except (ValueError, TypeError, KeyError, binascii.Error, RecursionError):
         return math.inf
-    return max(life_s - RENEWED_BEFORE_S, life_s * 0.8) if life_s > 0 else math.inf
+    return max(lifetime_s - RENEWED_BEFORE_S, lifetime_s * 0.8) if lifetime_s > 0 else math.inf
