@@ -353,13 +353,13 @@ def filled(kind: Descriptor, values: Mapping[str, str]) -> Any:
 
 async def at_once(calls: Iterable[Awaitable[Value]]) -> list[Value]:
     """Make independent calls, some at a time, which costs less than one after the other."""
-    places = asyncio.Semaphore(AT_ONCE)
+    limit = asyncio.Semaphore(AT_ONCE)
 
-    async def within_places(each: Awaitable[Value]) -> Value:
-        async with places:
+    async def within_limit(each: Awaitable[Value]) -> Value:
+        async with limit:
             return await each
 
-    return await asyncio.gather(*map(within_places, calls))
+    return await asyncio.gather(*map(within_limit, calls))
 
 
 async def call(
@@ -467,7 +467,7 @@ async def test_an_unknown_value_of_an_enum_is_no_fault_of_the_server(
     tenant = await service.tenant(scopes=scopes)
     values = defaultdict(lambda: "x", COMMON | victim.things)
     incidents = incident_count(service)
-    asked = [
+    requested = [
         (method, request)
         for method in methods()
         for base in (lambda each: filled(each, values), lambda each: GetMessageClass(each)())
@@ -476,13 +476,13 @@ async def test_an_unknown_value_of_an_enum_is_no_fault_of_the_server(
 
     async with service.channel() as channel:
         answers = await at_once(
-            call(channel, method, request, tenant.secret) for method, request in asked
+            call(channel, method, request, tenant.secret) for method, request in requested
         )
 
-    for (method, request), answer in zip(asked, answers, strict=True):
+    for (method, request), answer in zip(requested, answers, strict=True):
         code = answer.code.name if isinstance(answer, Refusal) else ""
         assert code not in OF_OURS, (method.full_name, request, answer)
-    assert len(asked) > 30
+    assert len(requested) > 30
     assert incident_count(service) == incidents
 
 
@@ -582,14 +582,14 @@ async def test_without_a_good_key_no_call_is_answered(service: Service, victim: 
     before = rows_of(service, victim)
 
     wrong = (None, "", "nonsense", new_secret(victim.tenant.key.prefix), secret)
-    asked = [
+    requested = [
         (method, requests_for(method, victim)[0], each) for method in methods() for each in wrong
     ]
 
     async with service.channel() as channel:
-        answers = await at_once(call(channel, *each) for each in asked)
+        answers = await at_once(call(channel, *each) for each in requested)
 
-    for (method, _, each), answer in zip(asked, answers, strict=True):
+    for (method, _, each), answer in zip(requested, answers, strict=True):
         assert isinstance(answer, Refusal), method.full_name
         assert (answer.code, answer.reason) == (
             StatusCode.UNAUTHENTICATED,
@@ -609,7 +609,7 @@ async def test_their_owner_is_shown_what_others_are_not(service: Service, victim
     file_name = f"{victim.things['credit_note_number']}.pdf".encode()
     has_note = False
 
-    asked = [
+    requested = [
         (method, request, own[scope])
         for method in methods()
         for scope in scopes_of(method) & own.keys()
@@ -617,9 +617,9 @@ async def test_their_owner_is_shown_what_others_are_not(service: Service, victim
     ]
 
     async with service.channel() as channel:
-        answers = await at_once(call(channel, *each) for each in asked)
+        answers = await at_once(call(channel, *each) for each in requested)
 
-    for (method, _, _), answer in zip(asked, answers, strict=True):
+    for (method, _, _), answer in zip(requested, answers, strict=True):
         if isinstance(answer, bytes) and marks_in(answer, victim):
             shown.add(method.name)
             has_note |= method.name == "ExportMonth" and file_name in answer

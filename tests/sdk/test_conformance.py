@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import re
 import uuid
@@ -460,6 +461,18 @@ async def test_makes_a_dropped_call_again(code: str, message: str) -> None:
         assert (await client.complete(MODEL, token_ids=PROMPT)).text == "Hello"
         assert await client.list_models() == []
     assert (len(server.streams), len(server.requests)) == (2, 2)
+
+
+@pytest.mark.parametrize("given", [(False,), (True, False)])
+async def test_replaces_a_refused_key(service: Service, given: tuple[bool, ...]) -> None:
+    """`test_api_key_function.py` has the rest."""
+    tenant = await service.tenant()
+    for use in (AsyncClient.list_models, lambda each: each.complete(MODEL, token_ids=PROMPT)):
+        tokens = iter(["wk_unknown1_secret" if each else tenant.secret for each in given])
+        next_token = functools.partial(next, tokens)
+        async with AsyncClient(service.address, next_token, max_retries=0) as client:
+            await asyncio.gather(*(use(client) for _ in range(3)))
+        assert next(tokens, None) is None
 
 
 async def test_stops_waiting_at_close() -> None:

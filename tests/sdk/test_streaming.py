@@ -20,6 +20,7 @@ from weir_client import (
     Stage,
     UsageUpdate,
 )
+from weir_client.api_key import CurrentKey
 from weir_client.stream import StreamConnection
 
 from tests.sdk import scripted
@@ -107,7 +108,7 @@ async def test_large_frames_are_split_over_messages() -> None:
 
 async def test_many_frames_are_split_over_messages() -> None:
     """A thousand cancels at once; servers bound the frames of a message."""
-    connection = StreamConnection(cast(Any, None), "")
+    connection = StreamConnection(cast(Any, None), "", CurrentKey(""))
     sent = [
         pb.ClientFrame(request_id=str(number), cancel=pb.CancelFrame()) for number in range(1100)
     ]

@@ -37,6 +37,7 @@ import {
   GenerateResponseSchema,
 } from "./gen/weir/v1/inference_service_pb.js";
 import { BalancedClients, ROUND_ROBIN } from "./balancing.js";
+import { checkedKey, CurrentKey, type KeySource } from "./key.js";
 import { closingController, pause } from "./pause.js";
 import { errorFromRpc } from "./status.js";
 import { resolveTls, type Tls, type TlsOptions } from "./tls.js";
@@ -60,8 +61,12 @@ export interface ClientOptions extends TlsOptions {
    * then this machine. Several servers: a list, or commas between.
    */
   readonly address?: string | readonly string[];
-  /** Default `WEIR_API_KEY`; empty: call without a key. */
-  readonly apiKey?: string;
+  /**
+   * Default `WEIR_API_KEY`; empty: call without a key. Or a function that returns a token: it is
+   * called at the first use, before a JSON Web Token expires, and once if the server refuses a
+   * token.
+   */
+  readonly apiKey?: KeySource;
   /**
    * Further attempts for UNAVAILABLE, and for a quota that resets within `retryWaitMaxMs`: only
    * before the first token, with the same request id and the server's retry-after. Default 2.
@@ -115,7 +120,7 @@ export class RetryPolicy {
 /** Resolved address and options of a connection. */
 export interface ConnectionSettings {
   readonly address: string;
-  readonly apiKey: string;
+  readonly apiKey: KeySource;
   readonly tls: Tls | undefined;
   readonly maxMessageBytes: number;
   readonly keepaliveMs: number;
@@ -169,10 +174,6 @@ export function resolveSettings(
   const apiKey = options.apiKey ?? environment[variable ?? ""];
   if (apiKey === undefined)
     throw new Unauthenticated(`no API key: pass apiKey or set ${keyVariables.join(" or ")}`);
-  if (!/^[\x00-\x7f]*$/.test(apiKey))
-    throw new Unauthenticated(
-      "the API key holds characters that no key has; was it copied in full?",
-    );
   const { timeoutMs } = options;
   if (timeoutMs !== undefined && !(typeof timeoutMs === "number" && timeoutMs > 0))
     throw invalid("timeoutMs", `must be a number of milliseconds above 0, not ${timeoutMs}`);
@@ -181,7 +182,7 @@ export function resolveSettings(
   const local = isLocal(address);
   return {
     address,
-    apiKey: apiKey.trim(),
+    apiKey: typeof apiKey === "function" ? apiKey : checkedKey(apiKey),
     tls: resolveTls(options, isSecure, local, environment),
     maxMessageBytes: options.maxMessageBytes ?? MESSAGE_BYTES_MAX,
     keepaliveMs: options.keepaliveMs ?? KEEPALIVE_MS,
@@ -266,11 +267,13 @@ export type GenerateCall = ClientDuplexStream<GenerateRequest, GenerateResponse>
 
 /** One channel with its credentials. */
 export class Connection {
+  readonly key: CurrentKey;
   private readonly clients: BalancedClients;
   private readonly closing = closingController();
 
   constructor(readonly settings: ConnectionSettings) {
     const { tls } = settings;
+    this.key = new CurrentKey(settings.apiKey);
     const security = tls
       ? credentials.createSsl(
           tls.rootCertificates ?? null,
@@ -285,9 +288,15 @@ export class Connection {
     );
   }
 
-  /** Waits until a call can be made; undefined if that is so now. */
+  /**
+   * Waits until a call can be made, for a server and for a key; undefined if that is so now.
+   * Rejects with Unauthenticated.
+   */
   connected(): Promise<void> | undefined {
-    return this.clients.connected();
+    const [connected, renewed] = [this.clients.connected(), this.key.renewed()];
+    return connected && renewed
+      ? Promise.all([connected, renewed]).then(() => {})
+      : (connected ?? renewed);
   }
 
   /** Closes the channel. */
@@ -324,10 +333,13 @@ export class Connection {
     const retry = new RetryPolicy(maxRetries, this.settings.retry.waitMaxMs);
     const deadline = performance.now() + timeoutMs;
     const request = toBinary(method.input, create(method.input, init));
+    let isRenewed = false;
     for (let attempt = 0; ; attempt += 1) {
+      let key = "";
       try {
         const ready = this.ready(timeoutMs, signal);
         if (ready !== undefined) await ready;
+        key = this.key.text;
         return await this.attempt(
           method,
           request,
@@ -338,6 +350,11 @@ export class Connection {
         if (signal?.aborted && error instanceof Cancelled) throw signal.reason;
         if (this.closing.signal.aborted)
           throw new Cancelled(CLOSED, { cause: error });
+        if (this.key.renews(error) && this.key.refused(key) && !isRenewed) {
+          isRenewed = true; // the call has not run, so it may be repeated
+          attempt -= 1;
+          continue;
+        }
         const waitMs =
           isIdempotent && error instanceof WeirError
             ? retry.waitMs(error, attempt)
@@ -371,6 +388,7 @@ export class Connection {
     const ready = this.ready(timeoutMs, signal);
     if (ready !== undefined) await ready;
     signal?.throwIfAborted();
+    const key = this.key.text;
     const call = this.clients.next().makeServerStreamRequest(
       `/${method.parent.typeName}/${method.name}`,
       (message: Uint8Array) => Buffer.from(message),
@@ -384,9 +402,10 @@ export class Connection {
     try {
       for await (const each of call) yield each as MessageShape<Method["output"]>;
     } catch (error) {
-      throw signal?.aborted
-        ? signal.reason
-        : errorFromRpc(error as ServiceError, false, "", tried(this.settings));
+      if (signal?.aborted) throw signal.reason;
+      const failure = errorFromRpc(error as ServiceError, false, "", tried(this.settings));
+      if (this.key.renews(failure)) this.key.refused(key);
+      throw failure;
     } finally {
       signal?.removeEventListener("abort", abort);
       call.cancel();
@@ -434,12 +453,14 @@ export class Connection {
     if (connected === undefined) return undefined;
     const over = new AbortController();
     const limits = [signal, this.closing.signal, over.signal];
-    return Promise.race([connected, pause(timeoutMs, limits)]).then(() => over.abort());
+    return Promise.race([connected, pause(timeoutMs, limits)])
+      .then(() => {})
+      .finally(() => over.abort());
   }
 
   private metadata(): Metadata {
     const metadata = new Metadata();
-    if (this.settings.apiKey) metadata.set("authorization", `Bearer ${this.settings.apiKey}`);
+    if (this.key.text) metadata.set("authorization", `Bearer ${this.key.text}`);
     return metadata;
   }
 }

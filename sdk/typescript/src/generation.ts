@@ -69,6 +69,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
 
   private readonly held: Held = { attempt: undefined, detach: () => {} };
   private retryCount = 0;
+  private isRenewed = false; // the key, after the server has refused one
   private deadline: number | undefined;
   private failure: WeirError | undefined; // of the previous attempt
   private error: WeirError | undefined; // the final one
@@ -338,6 +339,11 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
       this.beginAttempt();
       return;
     }
+    if (!this.isRenewed && this.stream.renews(error) && this.mayRepeat(error)) {
+      this.isRenewed = true;
+      this.beginAttempt();
+      return;
+    }
     const waitMs = this.retryWaitMs(error);
     if (waitMs === undefined) {
       const about =
@@ -381,8 +387,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   }
 
   private retryWaitMs(error: WeirError): number | undefined {
-    const billed = error.partial?.usage !== undefined;
-    if (this.cancelling.signal.aborted || this.attempt!.delivered || billed) return undefined;
+    if (!this.mayRepeat(error)) return undefined;
     const waitMs = this.terms.retry.waitMs(error, this.retryCount);
     if (
       waitMs === undefined ||
@@ -390,6 +395,12 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     )
       return undefined;
     return waitMs;
+  }
+
+  /** Returns whether nothing of the request was delivered, billed or cancelled. */
+  private mayRepeat(error: WeirError): boolean {
+    const billed = error.partial?.usage !== undefined;
+    return !(this.cancelling.signal.aborted || this.attempt!.delivered || billed);
   }
 
   /** Returns the reason of the signal if that cancelled the request, as `fetch` throws it. */

@@ -15,6 +15,7 @@ export * from "./errors.js";
 export { Generation as GenerationStream } from "./generation.js";
 export type * from "./generated_calls.js";
 export * from "./generated_values.js";
+export type { KeySource } from "./key.js";
 export * from "./money.js";
 export * from "./options.js";
 export * from "./receipts.js";

@@ -38,6 +38,7 @@ const FINAL = [Unauthenticated, PermissionDenied, InvalidRequest, FailedPrecondi
  * the server keeps the request.
  */
 export class Resumption implements Carrier, Continuation {
+  private isRenewed = false; // the last try was refused for its key
   private again = false; // the next try repeats the start frame
   private skipTo: number | undefined; // seq to attach at if earlier output is lost
   private tryCount = 0;
@@ -65,6 +66,7 @@ export class Resumption implements Carrier, Continuation {
 
   /** Looks for another stream, unless it would fail in the same way. */
   broken(cause: WeirError): WeirError | undefined {
+    if (this.isKeyDue(cause)) return this.wait(cause);
     if (FINAL.some((kind) => cause instanceof kind) || cause.reason === UNREADABLE)
       return this.ended(cause);
     return this.wait(cause);
@@ -73,7 +75,12 @@ export class Resumption implements Carrier, Continuation {
   /** Handles the refusal of an `attach` or of a repeated start frame. */
   refused(error: WeirError): WeirError | undefined {
     const { attempt } = this;
-    if (error instanceof Unavailable || error.reason === REQUEST_IN_FLIGHT) return this.wait(error);
+    if (
+      error instanceof Unavailable ||
+      error.reason === REQUEST_IN_FLIGHT ||
+      this.isKeyDue(error)
+    )
+      return this.wait(error);
     // The first response to the request, or an ordinary refusal.
     if (!attempt.begun || this.again) return error;
     const canStart = this.frame.kind.case === "start" && !attempt.delivered && !attempt.cancelled;
@@ -95,7 +102,7 @@ export class Resumption implements Carrier, Continuation {
   resumed(): void {
     this.stop();
     this.tryCount = 0;
-    this.again = false;
+    this.again = this.isRenewed = false;
   }
 
   /** Cancels all timers. */
@@ -123,6 +130,13 @@ export class Resumption implements Carrier, Continuation {
 
   /** Does nothing: `stop` follows. */
   release(): void {}
+
+  /** Returns whether the key of the stream was refused, and the next stream has another. */
+  private isKeyDue(error: WeirError): boolean {
+    const isDue = this.attempt.begun && this.stream.renews(error) && !this.isRenewed;
+    this.isRenewed ||= isDue;
+    return isDue;
+  }
 
   private suspend(): void {
     this.attempt.release();

@@ -6,7 +6,7 @@
  */
 
 import { create, toBinary } from "@bufbuild/protobuf";
-import type { ServiceError } from "@grpc/grpc-js";
+import { type ServiceError, status } from "@grpc/grpc-js";
 import type { Attempt, Carrier } from "./attempt.js";
 import type { Connection, GenerateCall } from "./connection.js";
 import {
@@ -36,13 +36,14 @@ export const UNREADABLE = "UNREADABLE";
 const DRAINING = "DRAINING"; // the server's reason for refusing new requests
 
 /** Opens calls, and waits until one can be made. */
-export type Opener = Pick<Connection, "connected" | "openGenerate">;
+export type Opener = Pick<Connection, "connected" | "openGenerate" | "key">;
 
 /**
  * One open `Generate` call and its requests.
  *
  * `accepting` until it ends or the server starts to drain: its requests finish, and new ones use
- * another stream, which a load balancer routes to another server.
+ * another stream, which a load balancer routes to another server. So it is when the key of the
+ * stream is refused, if another one can be had.
  */
 class StreamConnection implements Carrier {
   accepting = true;
@@ -53,6 +54,7 @@ class StreamConnection implements Carrier {
   private outgoing: ClientFrame[] = [];
   private flushIsDue = false;
   private closing = false;
+  private usedKey = "";
   private resolveEnded: () => void = () => {};
 
   private call: GenerateCall | undefined; // undefined until a server is connected
@@ -66,7 +68,11 @@ class StreamConnection implements Carrier {
     });
     const connected = opener.connected();
     if (connected === undefined) this.openCall();
-    else void connected.then(() => this.openCall());
+    else
+      connected.then(
+        () => this.openCall(),
+        (error: WeirError) => this.end(error),
+      );
   }
 
   /**
@@ -137,6 +143,7 @@ class StreamConnection implements Carrier {
   private openCall(): void {
     if (!this.open) return;
     const call = (this.call = this.opener.openGenerate());
+    this.usedKey = this.opener.key.text;
     call.on("data", (message: GenerateResponse) => this.read(message));
     call.on("error", (error: ServiceError) => this.end(errorFromRpc(error, false, "", this.tried)));
     call.on("end", () => this.end(new Unavailable("the server ended the stream")));
@@ -185,7 +192,11 @@ class StreamConnection implements Carrier {
         const attempt = this.attempts.get(frame.requestId);
         if (attempt === undefined) continue; // frames of abandoned requests are ignored
         attempt.receive(frame);
-        if (frame.kind.case === "failed" && attempt.refusal === DRAINING) {
+        if (frame.kind.case !== "failed") continue;
+        const isKeyRefused =
+          frame.kind.value.status?.code === status.UNAUTHENTICATED &&
+          this.opener.key.refused(this.usedKey);
+        if (isKeyRefused || attempt.refusal === DRAINING) {
           this.accepting = false;
           this.halfClose();
         }
@@ -204,6 +215,7 @@ class StreamConnection implements Carrier {
 
   private end(cause: WeirError): void {
     if (!this.open) return;
+    if (this.opener.key.renews(cause)) this.opener.key.refused(this.usedKey);
     // Before requests are ended, so that a retry opens a new stream.
     this.open = this.accepting = false;
     const left = [...this.attempts.values()];
@@ -260,6 +272,11 @@ export class SharedStream {
       void opened.ended.then(() => this.running.delete(opened));
     }
     this.current.start(attempt, frame);
+  }
+
+  /** Returns whether the next stream has another key after this error. */
+  renews(error: WeirError): boolean {
+    return this.opener.key.renews(error);
   }
 
   /** Tracks a request without a stream, until `forget`. */

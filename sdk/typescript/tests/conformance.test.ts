@@ -1104,6 +1104,75 @@ function fieldsSet(schema: DescMessage, message: ProtoMessage): string[] {
     });
 }
 
+/** A token that tells its expiry. */
+function expiringIn(seconds: number): string {
+  const claims = JSON.stringify({ exp: Date.now() / 1000 + seconds });
+  return `e30.${Buffer.from(claims).toString("base64url")}.c2ln`;
+}
+
+promise("replaces-a-refused-key", async () => {
+  const wrong = "wk_unknown1_secret";
+  for (const [given, calls] of [
+    [[environment("WEIR_API_KEY")], 1],
+    [[wrong, environment("WEIR_API_KEY")], 2],
+  ] as const) {
+    for (const use of [
+      (each: WeirClient) => each.listModels(),
+      (each: WeirClient) => each.complete(MODEL, SHORT),
+    ]) {
+      let count = 0;
+      const apiKey = async (): Promise<string> => given[Math.min(count++, given.length - 1)]!;
+      await using client = new WeirClient({ apiKey, maxRetries: 0 });
+      await Promise.all([use(client), use(client), use(client)]);
+      assert.equal(count, calls);
+    }
+  }
+  let refusedCount = 0;
+  const refusing = (): string => `wk_unknown${++refusedCount}_secret`;
+  await using refused = new WeirClient({ apiKey: refusing });
+  await assert.rejects(refused.listModels(), Unauthenticated);
+  await assert.rejects(refused.complete(MODEL, SHORT), Unauthenticated);
+  assert.equal(refusedCount, 4, "each call has a fresh token, and tries one more");
+
+  await using failing = new WeirClient({
+    apiKey: () => Promise.reject(new Error("no network")),
+  });
+  await assert.rejects(failing.listModels(), /apiKey failed: Error: no network/);
+  await assert.rejects(failing.complete(MODEL, SHORT), /apiKey failed: Error: no network/);
+
+  // A stream that refuses new requests finishes what runs on it.
+  let release: () => void = () => {};
+  const held = new Promise<void>((resolve) => (release = resolve));
+  await using server = await new ScriptedServer(async (stream) => {
+    const running = (await stream.read())!.requestId;
+    const admitted = { case: "admitted", value: { inputTokenCount: 5n } } as const;
+    stream.send({ requestId: running, kind: admitted }, delta(running, 1, "old"));
+    const { requestId } = (await stream.read())!;
+    const refusal = { code: status.UNAUTHENTICATED, message: "it has expired" };
+    stream.send({ requestId, kind: { case: "failed", value: { status: refusal } } });
+    await held;
+    stream.send(finished(running, 1));
+    while (await stream.read());
+  }, answering("new")).open();
+  let tokenCount = 0;
+  let life = 300;
+  const apiKey = (): string => (tokenCount++, expiringIn(life));
+  await using client = new WeirClient({ address: server.address, apiKey, maxRetries: 0 });
+  const running = client.generate(MODEL, SHORT);
+  await running[Symbol.asyncIterator]().next();
+  for (let _ = 0; _ < 2; _ += 1) assert.equal((await client.complete(MODEL, SHORT)).text, "new");
+  release();
+  assert.equal((await running.result()).text, "old");
+  assert.deepEqual([server.streamCount, tokenCount], [2, 2]);
+
+  // Before a token expires, another one is fetched.
+  life = 0.5;
+  server.refusals = [status.UNAUTHENTICATED];
+  await client.listModels();
+  assert.equal(tokenCount, 3);
+  await until(async () => (await client.listModels(), tokenCount), (count) => count >= 4);
+});
+
 promise("refuses-half-a-certificate", async () => {
   const address = "https://weir.example";
   assert.throws(

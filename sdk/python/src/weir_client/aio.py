@@ -12,6 +12,7 @@ from weir.v1 import inference_service_pb2_grpc
 from weir.v1 import usage_reports_pb2 as usage_pb
 
 from weir_client import errors, wire
+from weir_client.api_key import KeySource
 from weir_client.checks import (
     check_known,
     check_labels,
@@ -86,7 +87,7 @@ class AsyncClient(LazyClient):
     def __init__(
         self,
         address: Addresses | None = None,
-        api_key: str | None = None,
+        api_key: KeySource | None = None,
         *,
         max_retries: int = 2,
         retry_wait_max_s: float = RETRY_WAIT_MAX_S,
@@ -102,7 +103,9 @@ class AsyncClient(LazyClient):
         Args:
             address: `host:port`, `unix:/path`, or either after `https://` or `http://`; default
                 `WEIR_ADDRESS`, then this machine. Several servers: a list, or commas between.
-            api_key: The key; default `WEIR_API_KEY`. An empty text calls without a key.
+            api_key: The key; default `WEIR_API_KEY`. An empty text calls without a key. Or a
+                function, `async` or not, that returns a token: it is called at the first use,
+                before a JSON Web Token expires, and once if the server refuses a token.
             max_retries: Further attempts for UNAVAILABLE, and for a quota that resets within
                 `retry_wait_max_s`; only before the first token, with the same request id.
             retry_wait_max_s: Longest wait for a quota, in seconds; beyond it, the error is raised.
@@ -656,7 +659,7 @@ class AsyncClient(LazyClient):
             call: Call = self._stub.Generate(metadata=grpc.aio.Metadata(*connection.metadata))
             return call
 
-        self._stream = SharedStream(open_call, tried(self._settings))
+        self._stream = SharedStream(open_call, tried(self._settings), connection.key)
 
     async def _close(self, connection: Connection) -> None:
         """Implement `LazyClient._close`."""

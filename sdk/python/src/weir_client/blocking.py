@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack
 
+from weir_client.api_key import KeySource
 from weir_client.connection import UNARY_TIMEOUT_S, Addresses
 from weir_client.loop_thread import LoopThread
 from weir_client.tls import TlsOptions
@@ -86,7 +87,7 @@ class BlockingUnaryClient(BlockingClient[UnaryClient]):
     def __init__(
         self,
         address: Addresses | None = None,
-        api_key: str | None = None,
+        api_key: KeySource | None = None,
         *,
         timeout: float = UNARY_TIMEOUT_S,
         max_retries: int = 2,
@@ -98,7 +99,7 @@ class BlockingUnaryClient(BlockingClient[UnaryClient]):
             address: `host:port`, `unix:/path`, or either after `https://` or `http://`; default
                 `WEIR_ADDRESS`, then this machine. Several servers: a list, or commas between.
             api_key: The key; default `WEIR_ADMIN_KEY`, then `WEIR_API_KEY`. An empty text calls
-                without a key.
+                without a key. Or a function that returns a token.
             timeout: Seconds for each call, retries included.
             max_retries: Further attempts of calls that can be repeated, for UNAVAILABLE and for a
                 quota that resets soon.

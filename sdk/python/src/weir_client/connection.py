@@ -21,6 +21,7 @@ from typing import IO, Any, Self, TypeVar, Unpack, cast
 import grpc.aio
 
 from weir_client import errors
+from weir_client.api_key import CurrentKey, KeySource, checked_key
 from weir_client.balancing import ROUND_ROBIN, BalancedChannel
 from weir_client.checks import (
     check_end_user,
@@ -127,7 +128,7 @@ class ConnectionSettings:
     """Resolved address and options of a connection. `AsyncClient` documents each of them."""
 
     address: str
-    api_key: str = field(repr=False)
+    api_key: KeySource = field(repr=False)
     tls: Tls | None
     max_message_bytes: int = MESSAGE_BYTES_MAX
     keepalive_s: float = KEEPALIVE_S
@@ -139,7 +140,7 @@ class ConnectionSettings:
     def resolve(
         cls,
         address: Addresses | None,
-        api_key: str | None,
+        api_key: KeySource | None,
         *,
         key_variables: Sequence[str] = ("WEIR_API_KEY",),
         max_message_bytes: int = MESSAGE_BYTES_MAX,
@@ -174,14 +175,10 @@ class ConnectionSettings:
             raise errors.Unauthenticated(
                 f"no API key: pass api_key= or set {' or '.join(key_variables)}"
             )
-        if not api_key.isascii():
-            raise errors.Unauthenticated(
-                "the API key holds characters that no key has; was it copied in full?"
-            )
         resolved = resolve_tls(tls, scheme=scheme, local=is_local(target))
         return cls(
             target,
-            api_key.strip(),
+            api_key if callable(api_key) else checked_key(api_key),
             resolved,
             max_message_bytes,
             keepalive_s,
@@ -254,20 +251,27 @@ class Connection:
 
     def __init__(self, settings: ConnectionSettings) -> None:
         self.settings = settings
-        self.metadata: tuple[tuple[str, str], ...] = ()
-        if settings.api_key:
-            self.metadata = (("authorization", f"Bearer {settings.api_key}"),)
+        self.key = CurrentKey(settings.api_key)
         self._closing = asyncio.Event()
         self._channels = BalancedChannel(
             [_opened(settings, address) for address in split_addresses(settings.address)]
         )
         self.channel = cast(grpc.aio.Channel, self._channels)  # has what stubs use of it
 
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of every call."""
+        return (("authorization", f"Bearer {self.key.text}"),) if self.key.text else ()
+
     async def connected(self) -> None:
-        """Wait until a call can be made, if the client has several addresses."""
+        """Wait until a call can be made: for a server, if there are several, and for a key.
+
+        Raises: WeirError.
+        """
         await self._channels.connected()
         if self._closing.is_set():
             raise errors.Cancelled("the client was closed")
+        await self.key.renew()
 
     async def close(self) -> None:
         """Close the channel. Calls that still run or wait for a retry end as Cancelled."""
@@ -355,7 +359,7 @@ class Connection:
         """Make a call within `timeout` seconds, with the retries of a policy, if there is one."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        attempt = 0
+        attempt, is_renewed = 0, False
         while True:
             if self._closing.is_set():
                 raise errors.Cancelled("the client is closed")
@@ -363,6 +367,7 @@ class Connection:
                 with contextlib.suppress(TimeoutError):  # the call then fails with the reason
                     async with asyncio.timeout_at(deadline):
                         await self.connected()
+                key = self.key.text
                 return await call(max(0.0, deadline - loop.time()))
             except asyncio.CancelledError:
                 task = asyncio.current_task()
@@ -372,6 +377,10 @@ class Connection:
                 raise errors.Cancelled("the client was closed") from None
             except grpc.aio.AioRpcError as broken:
                 error = error_from_rpc(broken, tried=tried(self.settings))
+                is_refused = isinstance(error, errors.Unauthenticated) and self.key.refused(key)
+                if is_refused and not is_renewed:
+                    is_renewed = True  # the call has not run, so it may be repeated
+                    continue
                 wait_s = retry.wait_s(error, attempt) if retry is not None else None
                 if wait_s is None or loop.time() + wait_s >= deadline:
                     raise error from broken

@@ -43,6 +43,7 @@ class AsyncGeneration:
         self._deadline: float | None = None
         self._attempt: Attempt | None = None
         self._retry_count = 0
+        self._is_renewed = False  # the key, after the server has refused one
         self._cancel_requested = asyncio.Event()
         self._failure: errors.WeirError | None = None  # of the previous attempt
         self._error: errors.WeirError | None = None  # the final one
@@ -275,6 +276,10 @@ class AsyncGeneration:
                 self._stream.keep_max_s = self._terms.keep_s or 0.0
             self._begin_attempt()
             return
+        if self._stream.renews(error) and not self._is_renewed and self._may_repeat(error):
+            self._is_renewed = True
+            self._begin_attempt()
+            return
         wait_s = self._retry_wait_s(error)
         if wait_s is None:
             about_first = (
@@ -311,11 +316,9 @@ class AsyncGeneration:
             raise self._error
 
     def _retry_wait_s(self, error: errors.WeirError) -> float | None:
-        attempt, loop = self._attempt, self._loop
-        assert attempt is not None
+        loop = self._loop
         assert loop is not None
-        billed = error.partial is not None and error.partial.usage is not None
-        if self._cancel_requested.is_set() or attempt.delivered or billed:
+        if not self._may_repeat(error):
             return None
         wait_s = self._terms.retry.wait_s(error, self._retry_count)
         if wait_s is None or (
@@ -323,6 +326,12 @@ class AsyncGeneration:
         ):
             return None
         return wait_s
+
+    def _may_repeat(self, error: errors.WeirError) -> bool:
+        """Return whether nothing of the request was delivered, billed or cancelled."""
+        assert self._attempt is not None
+        billed = error.partial is not None and error.partial.usage is not None
+        return not (self._cancel_requested.is_set() or self._attempt.delivered or billed)
 
     def _abandon(self) -> None:
         """Cancel from the garbage collector, which runs in any thread, perhaps after the loop."""

@@ -47,6 +47,7 @@ class Resumption:
         self._attempt = attempt
         self._frame = frame
         self._keep_s = keep_s
+        self._is_renewed = False  # the last try was refused for its key
         self._again = False  # the next try repeats the start frame
         self._skip_to: int | None = None  # seq to attach at if earlier output is lost
         self._try_count = 0
@@ -64,6 +65,9 @@ class Resumption:
 
     def broken(self, cause: errors.WeirError) -> errors.WeirError | None:
         """Look for another stream, unless the request would fail there in the same way."""
+        if self._is_key_due(cause):
+            self._wait(cause)
+            return None
         if isinstance(cause, _FINAL) or cause.reason == UNREADABLE:
             return self._ended(cause)
         log.info(
@@ -79,7 +83,11 @@ class Resumption:
     def refused(self, error: errors.WeirError) -> errors.WeirError | None:
         """Handle the server's refusal of an attach frame or of a repeated start frame."""
         attempt = self._attempt
-        if isinstance(error, errors.Unavailable) or error.reason == REQUEST_IN_FLIGHT:
+        if (
+            isinstance(error, errors.Unavailable)
+            or error.reason == REQUEST_IN_FLIGHT
+            or self._is_key_due(error)
+        ):
             self._wait(error)
             return None
         if not attempt.begun or self._again:
@@ -106,7 +114,7 @@ class Resumption:
         self.stop()
         log.info("request %s: resumed (try %d)", self._attempt.request_id, self._try_count or 1)
         self._try_count = 0
-        self._again = False
+        self._again = self._is_renewed = False
 
     def stop(self) -> None:
         """Stop looking for a stream."""
@@ -132,6 +140,12 @@ class Resumption:
 
     def release(self, attempt: Attempt) -> None:
         """Do nothing. `stop` is called next."""
+
+    def _is_key_due(self, error: errors.WeirError) -> bool:
+        """Return whether the key of the stream was refused, and the next stream has another."""
+        is_due = self._attempt.begun and self._stream.renews(error) and not self._is_renewed
+        self._is_renewed |= is_due
+        return is_due
 
     def _suspend(self) -> None:
         attempt = self._attempt

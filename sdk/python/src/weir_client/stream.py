@@ -15,9 +15,11 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import grpc
 import grpc.aio
+from google.rpc import code_pb2
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import errors
+from weir_client.api_key import FUNCTION_FAILED, CurrentKey
 from weir_client.attempt import Attempt
 from weir_client.connection import log
 from weir_client.status import error_from_rpc
@@ -39,12 +41,15 @@ class StreamConnection:
 
     `open` is true until the stream ends, `accepting` until then or until the server starts to
     drain. When it drains, requests finish on this stream, and new ones use another stream, which a
-    load balancer routes to another server.
+    load balancer routes to another server. So it is when the key of the stream is refused, if
+    another one can be had.
     """
 
-    def __init__(self, open_call: OpenCall, tried: str) -> None:
+    def __init__(self, open_call: OpenCall, tried: str, key: CurrentKey) -> None:
         """Store how `run` opens the call, and the server's address (`tried`) for error messages."""
         self._tried = tried
+        self._key = key
+        self._used_key = ""
         self.open = True
         self.accepting = True
         self._open_call = open_call
@@ -112,7 +117,12 @@ class StreamConnection:
         cause: errors.WeirError = errors.Unavailable("the client was closed")
         call: Call | None = None
         try:
-            call = await self._open_call()
+            try:
+                call = await self._open_call()
+            except errors.WeirError as error:
+                cause = error
+                return
+            self._used_key = self._key.text
             async with asyncio.TaskGroup() as tasks:
                 writer = tasks.create_task(self._write(call))
                 cause = await self._read(call)
@@ -140,11 +150,15 @@ class StreamConnection:
                     attempt = self._attempts.get(frame.request_id)
                     if attempt is not None:  # frames of abandoned requests are ignored
                         attempt.receive(frame)
-                        if frame.HasField("failed") and attempt.refusal == DRAINING:
+                        if frame.HasField("failed") and (
+                            attempt.refusal == DRAINING
+                            or self._is_key_refused(frame.failed.status.code)
+                        ):
                             self.accepting = False
                             self.half_close()
-        except grpc.aio.AioRpcError as error:
-            return error_from_rpc(error, tried=self._tried)
+        except grpc.aio.AioRpcError as broken:
+            self._is_key_refused(broken.code().value[0])
+            return error_from_rpc(broken, tried=self._tried)
         except Exception as error:  # an unreadable message ends its requests, not the client
             return errors.Internal(
                 f"the server's answer could not be read: {error!r}", reason=UNREADABLE
@@ -152,6 +166,10 @@ class StreamConnection:
         finally:
             # Before any waiting task runs, so that a retry opens a new stream.
             self.open = self.accepting = False
+
+    def _is_key_refused(self, code: int) -> bool:
+        """Return whether the server has refused the stream's key and there will be another."""
+        return code == code_pb2.UNAUTHENTICATED and self._key.refused(self._used_key)
 
     async def _write(self, call: Call) -> None:
         """Send queued frames, several in one message. `_read` reports a broken stream."""
@@ -184,9 +202,10 @@ class SharedStream:
 
     keep_max_s = math.inf  # longest keep time of the servers, if known
 
-    def __init__(self, open_call: OpenCall, tried: str) -> None:
+    def __init__(self, open_call: OpenCall, tried: str, key: CurrentKey) -> None:
         """Store how to open a stream, and the server's address (`tried`) for error messages."""
         self._open_call = open_call
+        self._key = key
         self._tried = tried
         self._connection: StreamConnection | None = None
         self._running: dict[asyncio.Task[None], StreamConnection] = {}
@@ -199,6 +218,14 @@ class SharedStream:
     def closed(self) -> bool:
         """True if the client is closed, so that new requests are refused."""
         return self._closed
+
+    def renews(self, error: errors.WeirError) -> bool:
+        """Return whether the next stream has another key after this error."""
+        return (
+            self._key.is_renewable
+            and isinstance(error, errors.Unauthenticated)
+            and error.reason != FUNCTION_FAILED
+        )
 
     def start(self, attempt: Attempt, frame: pb.ClientFrame) -> None:
         """Begin a request on the open stream, or on a new one.
@@ -220,7 +247,9 @@ class SharedStream:
         connection = self._connection
         if connection is None or not connection.accepting:
             log.debug("opening a stream to %s", self._tried)
-            connection = self._connection = StreamConnection(self._open_call, self._tried)
+            connection = self._connection = StreamConnection(
+                self._open_call, self._tried, self._key
+            )
             task = asyncio.create_task(connection.run())
             self._running[task] = connection
             task.add_done_callback(self._running.pop)

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from weir_client.aio import AsyncClient
+from weir_client.api_key import KeySource
 from weir_client.blocking import BlockingClient
 from weir_client.connection import (
     KEEPALIVE_S,
@@ -200,7 +201,7 @@ class Client(BlockingClient[AsyncClient]):
     def __init__(
         self,
         address: Addresses | None = None,
-        api_key: str | None = None,
+        api_key: KeySource | None = None,
         *,
         max_retries: int = 2,
         retry_wait_max_s: float = RETRY_WAIT_MAX_S,
@@ -216,7 +217,9 @@ class Client(BlockingClient[AsyncClient]):
         Args:
             address: `host:port`, `unix:/path`, or either after `https://` or `http://`; default
                 `WEIR_ADDRESS`, then this machine. Several servers: a list, or commas between.
-            api_key: The key; default `WEIR_API_KEY`. An empty text calls without a key.
+            api_key: The key; default `WEIR_API_KEY`. An empty text calls without a key. Or a
+                function, `async` or not, that returns a token: it is called at the first use,
+                before a JSON Web Token expires, and once if the server refuses a token.
             max_retries: Further attempts for UNAVAILABLE, and for a quota that resets within
                 `retry_wait_max_s`; only before the first token, with the same request id.
             retry_wait_max_s: Longest wait for a quota, in seconds; beyond it, the error is raised.

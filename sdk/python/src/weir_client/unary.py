@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, Unpack
 from grpc.aio import UnaryUnaryMultiCallable
 
 from weir_client import wire
+from weir_client.api_key import KeySource
 from weir_client.checks import check_known
 from weir_client.connection import (
     UNARY_OPTIONS,
@@ -34,7 +35,7 @@ class UnaryClient(LazyClient):
     def __init__(
         self,
         address: Addresses | None = None,
-        api_key: str | None = None,
+        api_key: KeySource | None = None,
         *,
         timeout: float = UNARY_TIMEOUT_S,
         max_retries: int = 2,
@@ -46,7 +47,7 @@ class UnaryClient(LazyClient):
             address: `host:port`, `unix:/path`, or either after `https://` or `http://`; default
                 `WEIR_ADDRESS`, then this machine. Several servers: a list, or commas between.
             api_key: The key; default `WEIR_ADMIN_KEY`, then `WEIR_API_KEY`. An empty text calls
-                without a key.
+                without a key. Or a function that returns a token.
             timeout: Seconds for each call, retries included.
             max_retries: Further attempts of calls that can be repeated, for UNAVAILABLE and for a
                 quota that resets soon.
