@@ -200,7 +200,7 @@ class OpenIdClient:
         code = answer.get("code", "")
         if not 0 < len(code) <= VALUE_CHARS_MAX:
             raise SignInFailed(INVALID, "the answer has no code")
-        async with self._exchange_slot(provider):
+        async with self._exchange_permit(provider):
             tokens = await self._exchange(provider, endpoints, flow, code)
             claims = await self._claims(provider, tokens.get("id_token"), flow.nonce)
             claims = await self._with_userinfo(provider, endpoints, claims, tokens)
@@ -227,7 +227,7 @@ class OpenIdClient:
         return Logout(verified.subject, verified.session_id, issued_at + LEEWAY_S)
 
     @contextlib.asynccontextmanager
-    async def _exchange_slot(self, provider: Provider) -> AsyncIterator[None]:
+    async def _exchange_permit(self, provider: Provider) -> AsyncIterator[None]:
         """Wait for one of the exchanges with a provider. Raises: SignInFailed."""
         exchanges = self._exchanges[provider.name]
         try:

@@ -183,7 +183,7 @@ async def test_a_provider_vouches_for_its_own_domains_only(
         {"authorization_endpoint": "https://x.example/#fragment"},
         {"authorization_endpoint": "javascript:alert(1)"},
         {"token_endpoint": "ftp://x.example/"},
-        {"userinfo_endpoint": "file:///etc/passwd"},
+        {"userinfo_endpoint": "gopher://x.example/"},
         {"issuer": "https://evil.example"},
     ],
     ids=str,

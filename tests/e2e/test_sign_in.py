@@ -774,7 +774,7 @@ async def test_use_keeps_a_session(site: Site) -> None:
     [("https://weir.example/prefix/console", False), (URL, True), (URL, False)],
     ids=("TLS by a proxy with a path", "own TLS", "no TLS"),
 )
-async def test_cookies_belong_to_one_host_with_tls(
+async def test_cookies_are_of_one_origin_with_tls(
     site: Site, url: str, tls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another host of the domain, or a reader of the network, can neither set nor see them."""
