@@ -42,6 +42,10 @@ METERING_PACKAGES = (
 TEXT_FOR_API = tuple(f"inference.text.{name}" for name in ("tokenizer", "tools", "call_parser"))
 # Files that may start a task without a TaskGroup, each with the reason.
 DETACHED_TASKS: dict[str, str] = {
+    "api/access/oidc.py": (
+        "callers share a read of a document, which outlives each of them and ends within seconds;"
+        " the client keeps the task and takes its exception"
+    ),
     "common/incidents.py": "defines a TaskGroup; its tasks are that group's",
     "sdk/python/src/weir_client/stream.py": (
         "a client that opens on first use has no block that could own its tasks: `SharedStream`"

@@ -200,7 +200,7 @@ class OpenIdClient:
         code = answer.get("code", "")
         if not 0 < len(code) <= VALUE_CHARS_MAX:
             raise SignInFailed(INVALID, "the answer has no code")
-        async with self._turn(provider):
+        async with self._exchange_permit(provider):
             tokens = await self._exchange(provider, endpoints, flow, code)
             claims = await self._claims(provider, tokens.get("id_token"), flow.nonce)
             claims = await self._with_userinfo(provider, endpoints, claims, tokens)
@@ -227,7 +227,7 @@ class OpenIdClient:
         return Logout(verified.subject, verified.session_id, issued_at + LEEWAY_S)
 
     @contextlib.asynccontextmanager
-    async def _turn(self, provider: Provider) -> AsyncIterator[None]:
+    async def _exchange_permit(self, provider: Provider) -> AsyncIterator[None]:
         """Wait for one of the exchanges with a provider. Raises: SignInFailed."""
         exchanges = self._exchanges[provider.name]
         try:
@@ -396,8 +396,8 @@ def identity_of(provider: Provider, claims: Mapping[str, Any]) -> Identity:
             address = ""
     is_own = address.rpartition("@")[2] in provider.email_domains
     # Some write it as a text. Some never say it: the operator vouches for their own domains then.
-    said = claims.get("email_verified", is_own)
-    is_verified = said is True or said == "true"
+    claimed = claims.get("email_verified", is_own)
+    is_verified = claimed is True or claimed == "true"
     if not is_verified or (provider.email_domains and not is_own):
         address = ""
     elsewhere = claims.get("_claim_names")

@@ -16,6 +16,7 @@ from aiohttp import web
 from yarl import URL
 
 from api.access import oidc
+from api.access.issuer_keys import DOCUMENT_BYTES_MAX
 from api.access.oidc import EXCHANGES_AT_ONCE, Flow, OpenIdClient, Proof, SignInFailed
 from api.access.providers import Provider
 from metering.core.errors import TokenInvalid
@@ -25,7 +26,8 @@ from tests.issuer_double import DISCOVERY, Answer, ProviderDouble, encoded, prov
 REDIRECT = "https://weir.example/console/sign-in/callback"
 ANN = {"sub": "ann", "email": " Ann@Example.com", "email_verified": True, "name": "Ann"}
 LOGOUT = {"events": {oidc.LOGOUT_EVENT: {}}, "aud": ProviderDouble.CLIENT}
-LARGE = b'{"a": "' + b"x" * oidc.DOCUMENT_BYTES_MAX + b'"}'
+GZIP: dict[str, Any] = {"content-encoding": "gzip"}
+LARGE = b'{"a": "' + b"x" * DOCUMENT_BYTES_MAX + b'"}'
 
 
 class World:
@@ -62,7 +64,7 @@ class World:
         self.double.instead[DISCOVERY] = fixed(body.encode())
 
 
-def fixed(body: bytes, status: int = 200, **headers: str) -> Answer:
+def fixed(body: bytes, status: int = 200, **headers: Any) -> Answer:
     async def answer(_: web.BaseRequest) -> web.StreamResponse:
         return web.Response(body=body, status=status, headers=headers)
 
@@ -114,9 +116,9 @@ async def test_an_id_token_may_have_hundreds_of_groups(world: World) -> None:
     assert len((await world.sign_in()).identity.groups) == 1000
 
 
-@pytest.mark.parametrize("place", ["ID token", "endpoint for claims"])
-async def test_groups_that_are_left_out_are_not_taken_for_none(world: World, place: str) -> None:
-    world.double.in_userinfo = frozenset({"_claim_names"} if place != "ID token" else ())
+@pytest.mark.parametrize("source", ["ID token", "endpoint for claims"])
+async def test_groups_that_are_left_out_are_not_taken_for_none(world: World, source: str) -> None:
+    world.double.in_userinfo = frozenset({"_claim_names"} if source != "ID token" else ())
     world.double.person["_claim_names"] = {"groups": "src1"}
     failed = await world.refused()
     assert failed.reason == "invalid"
@@ -181,7 +183,7 @@ async def test_a_provider_vouches_for_its_own_domains_only(
         {"authorization_endpoint": "https://x.example/#fragment"},
         {"authorization_endpoint": "javascript:alert(1)"},
         {"token_endpoint": "ftp://x.example/"},
-        {"userinfo_endpoint": "file:///etc/passwd"},
+        {"userinfo_endpoint": "gopher://x.example/"},
         {"issuer": "https://evil.example"},
     ],
     ids=str,
@@ -210,7 +212,7 @@ async def test_a_provider_of_https_announces_nothing_without_it(world: World) ->
         fixed(LARGE),
         fixed(b"{}", 500),
         fixed(b"", 302, location="/other"),
-        fixed(b"{}", **{"content-encoding": "gzip"}),
+        fixed(b"{}", 200, **GZIP),
     ],
     ids=("list", "null", "empty", "HTML", "deep", "twice", "large", "500", "redirect", "gzip"),
 )

@@ -79,7 +79,7 @@ def test_the_least_file_is_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "line", "place", "reason"),
+    ("before", "after", "line", "location", "reason"),
     [
         ("url: https://weir.example/console/\n", "", 1, "the file", "url"),
         ("/console/\n", "/\n", 1, "url", "must be the address of the console"),
@@ -119,16 +119,16 @@ def test_the_least_file_is_enough(tmp_path: Path) -> None:
         ("providers:", "extra: 1\nproviders:", 2, "extra", "WEIR_SIGN_IN"),
     ],
 )
-def test_an_error_names_its_line_and_place(
-    tmp_path: Path, before: str, after: str, line: int, place: str, reason: str
+def test_an_error_names_its_line_and_key(
+    tmp_path: Path, before: str, after: str, line: int, location: str, reason: str
 ) -> None:
     assert before in WHOLE
     with pytest.raises(SettingInvalid, match=reason) as failed:
         read(tmp_path, WHOLE.replace(before, after, 1))
-    said = str(failed.value)
-    assert said.startswith("WEIR_SIGN_IN='"), said
-    assert f"line {line}: " in said, said
-    assert place in said, said
+    message = str(failed.value)
+    assert message.startswith("WEIR_SIGN_IN='"), message
+    assert f"line {line}: " in message, message
+    assert location in message, message
 
 
 def test_all_errors_are_reported_together(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ async def test_others_are_not_let_in(
     assert (await sign_in(browser, at_provider, account)).startswith(f"/sign-in?failed={why}&")
 
 
-async def test_a_person_who_cancels_is_told_so(
+async def test_a_cancelled_sign_in_is_named(
     issuer: str, browser: Browser, at_provider: ProviderBrowser
 ) -> None:
     answer, _ = await browser.send("GET", "sign-in/start/corp")

@@ -733,7 +733,7 @@ async def test_an_invitation_signs_in(site: Site) -> None:
 
 
 async def test_an_invitation_gives_nothing_of_other_organizations(site: Site) -> None:
-    """Who invites knows the token, and could accept it as a member of another organization."""
+    """Check an inviter who accepts the invitation itself, since it knows the token."""
     await site.join("owner")
     evil = await site.service.tenant()
     async with site.service.session() as session:
@@ -797,7 +797,7 @@ async def test_the_page_offers_the_provider_and_says_why_a_sign_in_failed(site: 
     [("https://weir.example/prefix/console", False), (URL, True), (URL, False)],
     ids=("TLS by a proxy with a path", "own TLS", "no TLS"),
 )
-async def test_cookies_belong_to_this_host_alone_where_there_is_tls(
+async def test_cookies_are_of_one_origin_with_tls(
     site: Site, url: str, tls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another host of the domain, or a reader of the network, can neither set nor see them."""
