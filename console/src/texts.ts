@@ -71,8 +71,8 @@ const en = {
   notAllowed: (prefix: string, scopes: string, calls: string) =>
     `Your key ${prefix} has: ${scopes}. This page needs a key that may call one of: ${calls}.`,
   foot:
-    "You see what your role or API key allows. You can do all of this in a terminal too, with the " +
-    "command weir.",
+    "You see what your role or API key allows. You can do all of this in a terminal too, with " +
+    "the command weir.",
   signIn: {
     title: "Sign in",
     with: (provider: string) => `Sign in with ${provider}`,

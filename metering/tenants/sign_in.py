@@ -8,6 +8,7 @@ Functions take a session of the database and never commit.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import secrets
@@ -18,7 +19,18 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 import structlog
-from sqlalchemy import ColumnElement, Double, and_, bindparam, cast, delete, func, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Double,
+    Select,
+    and_,
+    bindparam,
+    cast,
+    delete,
+    func,
+    select,
+    update,
+)
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -40,10 +52,9 @@ from metering.core.models import (
     SignInSession,
 )
 from metering.tenants.authentication import (
-    IS_BOUND_KEY,
     Principal,
     principal_of_row,
-    select_principal,
+    select_principal_of_bound_key,
 )
 from metering.tenants.invitations import project_for_member
 from metering.tenants.key_groups import lock_groups
@@ -477,19 +488,21 @@ async def touch_session(session: AsyncSession, secret: str) -> None:
     )
 
 
-LEFT_S = cast(func.extract("epoch", SignInSession.expires_at - func.now()), Double)
-OF_SESSION = (
-    select(Membership.api_key_id, LEFT_S.label("left_s"))
-    .join(SignInSession, SignInSession.person_id == Membership.person_id)
-    .where(
-        *_in_force(bindparam("secret_hash")),
-        Membership.organization_id == bindparam("organization_id"),
-        func.coalesce(SignInSession.organization_id, Membership.organization_id)
-        == Membership.organization_id,
-        Membership.removed_at.is_(None),
+@functools.cache  # building it per call took as long as the query
+def select_membership() -> Select[uuid.UUID, float]:
+    """Build the query for the bound key of a session in an organization, and its seconds left."""
+    left_s = cast(func.extract("epoch", SignInSession.expires_at - func.now()), Double)
+    return (
+        select(Membership.api_key_id, left_s.label("left_s"))
+        .join(SignInSession, SignInSession.person_id == Membership.person_id)
+        .where(
+            *_in_force(bindparam("secret_hash")),
+            Membership.organization_id == bindparam("organization_id"),
+            func.coalesce(SignInSession.organization_id, Membership.organization_id)
+            == Membership.organization_id,
+            Membership.removed_at.is_(None),
+        )
     )
-)
-PRINCIPAL_OF_MEMBER = select_principal(IS_BOUND_KEY)
 
 
 def is_session(secret: str) -> bool:
@@ -512,10 +525,11 @@ async def authenticate_session(session: AsyncSession, acting: str) -> Principal:
     except ValueError:
         raise KeyInvalid(SESSION_ENDED) from None
     parameters = {"secret_hash": secret_hash, "organization_id": organization_id}
-    row = (await session.execute(OF_SESSION, parameters)).one_or_none()
+    row = (await session.execute(select_membership(), parameters)).one_or_none()
     if row is None:
         raise KeyInvalid(SESSION_ENDED)
-    key = await session.execute(PRINCIPAL_OF_MEMBER, {"api_key_id": row.api_key_id})
+    by_id = {"api_key_id": row.api_key_id}
+    key = await session.execute(select_principal_of_bound_key(), by_id)
     if (principal := key.one_or_none()) is None:
         raise KeyInvalid(SESSION_ENDED)
     found_principal = principal_of_row(principal, secret_hash)
