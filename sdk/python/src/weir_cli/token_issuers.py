@@ -41,7 +41,7 @@ ISSUERS: Table[TokenIssuer] = Table(
         "id": "token_issuer_id",
     },
     empty="there is no token issuer",
-    drop=("since", "organization"),
+    drop=("id", "since", "organization"),
 )
 
 
