@@ -15,6 +15,7 @@ import time
 from base64 import urlsafe_b64decode
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,6 +186,11 @@ class IssuerKeys:
         self._wanted: asyncio.Queue[KeySource] = asyncio.Queue()  # each source at most once
         self._reads = asyncio.Semaphore(READS_AT_ONCE)
         self._waiting_count = 0
+        self._thread = ThreadPoolExecutor(1, "weir-issuer-keys")
+
+    async def _parsed(self, text: bytes) -> tuple[IssuerKey, ...]:
+        """Parse a set in a thread of its own: a large one takes longer than the event loop may."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, parse_keys, text)
 
     def version(self, source: KeySource) -> int | None:
         """Return the number of the set that is in use, None if none is. Renews an older one."""
@@ -258,7 +264,7 @@ class IssuerKeys:
                 known.attempted_at = self._clock()
                 text = await self._read(source, self._private)
                 if text != known.text or not known.keys:
-                    keys = await asyncio.to_thread(parse_keys, text)
+                    keys = await self._parsed(text)
                     known.keys, known.text, known.version = keys, text, known.version + 1
             known.read_at, known.error = self._clock(), ""
         except (DocumentUnread, InvalidValue, ValueError) as error:

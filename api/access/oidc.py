@@ -306,7 +306,7 @@ class OpenIdClient:
         }
         headers = {}
         try:
-            secret = await asyncio.to_thread(provider.client_secret)
+            secret = provider.client_secret()
         except (OSError, ValueError) as error:
             raise SignInFailed(UNAVAILABLE, f"its client secret cannot be read: {error}") from error
         if not secret:

@@ -292,7 +292,7 @@ def cookie_of(**changes: object) -> str:
         cookie_of(begun_at="5"),
         cookie_of(begun_at=10**400),
         cookie_of(begun_at=int(time.time()) - oidc.FLOW_S),
-        cookie_of(begun_at=int(time.time()) + 60),
+        cookie_of(begun_at=int(time.time()) + 86_400),
     ],
 )
 async def test_a_cookie_that_a_browser_makes_up_is_refused(cookie: str) -> None:

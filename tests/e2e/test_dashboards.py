@@ -103,8 +103,9 @@ async def test_the_reference_has_every_metric_and_no_other(full_scrape: Scrape) 
         family.name + ("_total" if family.type == "counter" else "")
         for family in full_scrape.families
     }
-    # Address of the span collector.
+    # With the address of a collector.
     traces = {"weir_traces_sent_total", "weir_traces_dropped_total", "weir_traces_waiting"}
+    traces.add("weir_metric_exports_total")
 
     assert sorted(rows) == sorted({name for name in names if name.startswith("weir_")} | traces)
 

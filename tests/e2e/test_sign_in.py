@@ -395,6 +395,7 @@ async def test_the_end_of_a_session_ends_its_requests_alone(site: Site) -> None:
     async with site.service.stream(ended) as cut, site.service.stream(goes_on) as other:
         running = await cut.begin(max_output_tokens=3000)
         also_running = await other.begin(max_output_tokens=200)
+        await cut.received(running, 1)
         assert (await first.call("sign-out"))[0] == 200
         end = await cut.end(running)
         assert end.WhichOneof("kind") == "failed"

@@ -55,6 +55,7 @@ ALWAYS = {
     "rank": "what waits here is ordered here",
     "output_token_ids": "a part of the prompt, or refused where that makes a difference",
     "regions": "chooses the engine",
+    "is_bound": "chooses the engine",
     "adapter": "refused by engines that do not have it",
     "beam_search": "listed",
     "splits_reasoning": "the text is split where it is decoded",

@@ -71,6 +71,23 @@ NOT_RUN = {
     ("docs/how-to/prove-the-ledger.md", "weir chaos"): "takes minutes; tests/faults/test_chaos.py",
     ("docs/how-to/scale-out.md", "export WEIR_HOME"): "needs two machines; test_peer_port.py",
     ("docs/how-to/scale-out.md", "$ python -m bench.router"): "tests/bench/test_router_bench.py",
+    ("docs/how-to/scale-out.md", "$ weir org bind"): "needs regions; tests/e2e/test_regions.py",
+    **{
+        ("docs/how-to/members.md", start): "needs the token of the first block; test_members.py"
+        for start in ("WEIR_ADMIN_KEY", "weir member list", "$ weir member remove", "weir person")
+    },
+    ("docs/how-to/sign-in.md", "weir person"): "needs `weir up`; tests/e2e/test_sign_in.py",
+    **{
+        ("docs/how-to/browser.md", start): "calls another host; tests/e2e/test_client_tokens.py"
+        for start in (
+            "curl https://weir.example.com/v1/client_tokens ",
+            "curl https://weir.example.com/v1/client_tokens/revoke",
+        )
+    },
+    **{
+        ("docs/how-to/tokens.md", start): "needs a provider; tests/e2e/test_tokens.py"
+        for start in ("curl", "from pathlib", "weir token-issuer revoke")
+    },
     ("docs/reference/clients.md", ""): "`make test-clients` installs the clients and runs it",
     ("docs/reference/engines.md", ""): "needs remote servers; tests/inference has doubles of them",
     ("docs/how-to/install.md", ".venv/bin/python"): "make setup runs it",
@@ -530,7 +547,7 @@ def test_a_line_that_a_command_does_not_print_is_found() -> None:
 def test_the_reference_has_every_metric_of_a_running_process(stage: Stage) -> None:
     url = json.loads((stage.home / "serve.json").read_text())["metrics_url"]
     # Only if there is a collector.
-    sent = {*span_metrics(SpanCounts(0, 0, 0)), export_metrics({})}
+    sent = [*span_metrics(SpanCounts(0, 0, 0)), export_metrics({})]
     otlp = {each.name for each in sent}
     exported = {
         family.name: {label for sample in family.samples for label in sample.labels}

@@ -137,7 +137,7 @@ def test_a_page_has_version_repository_and_neighbours(site: Path) -> None:
     assert f"Weir {version(ROOT)}" in page
     assert 'href="https://git.example"' in page
     assert 'data-md-component="source"' not in page  # would ask the server of the repository
-    assert "Previous: Keys" in page
+    assert "Previous: Sign in to the console" in page
     assert 'href="../icon.svg"' in page
 
 
