@@ -131,6 +131,10 @@ async function make() {
   await dialog.getByRole("heading").waitFor();
   await page.keyboard.press("Escape");
   await dialog.waitFor({ state: "detached" });
+  // The dialog gives the focus back a moment after it has closed.
+  await page
+    .waitForFunction(() => document.activeElement !== document.body, null, { timeout: 5000 })
+    .catch(() => {});
   found.focused = await page.evaluate(() => document.activeElement.innerText);
   await row.getByRole("button", { name: "Revoke" }).press("Enter");
   await dialog.getByRole("button", { name: "Revoke" }).press("Enter");
