@@ -223,11 +223,21 @@ def operator_link(home: Path) -> str:
         return ""
 
 
+async def print_sign_in_link(database_url: str, console_url: str) -> None:
+    """Print a link to sign in with, or why there is none: the server runs without it."""
+    try:
+        link = await sign_in_link(database_url, console_url)
+    except MeteringError as refused:
+        stderr.print(f"[yellow]No link to sign in to the console: {escape(str(refused))}[/yellow]")
+    else:
+        stderr.print(f"Sign in to the console, once: {link}", soft_wrap=True)
+
+
 async def sign_in_link(database_url: str, console_url: str) -> str:
     """Create a link that signs the operator of this machine in to the console, once.
 
     The person is created at the first time. A user that may read the home directory has the
-    administrator's key anyway.
+    administrator's key anyway. Raises: InvalidValue for a deactivated person, DatabaseUnavailable.
     """
     async with open_sessions(database_url) as sessions, sessions.begin() as session:
         project = await find_project(session, PROJECT, organization=ORGANIZATION)
@@ -852,8 +862,7 @@ async def run_until_stopped(
             endpoint = read_endpoint(settings.home)
             stderr.print(welcome(stack.connection.address, settings.home, endpoint))
             if endpoint.console_url:
-                link = await sign_in_link(stack.database_url, endpoint.console_url)
-                stderr.print(f"Sign in to the console, once: {link}", soft_wrap=True)
+                await print_sign_in_link(stack.database_url, endpoint.console_url)
             supervisor = tasks.create_task(
                 stack.supervise(lambda message: stderr.print(f"[yellow]{message}[/yellow]"))
             )

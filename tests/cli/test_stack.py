@@ -14,8 +14,18 @@ import pytest
 from weir_cli.connection import Connection
 
 from api.cli import stack as stack_module
-from api.cli.stack import Child, Stack, stop_all, written_pid
+from api.cli.stack import (
+    OPERATOR_EMAIL,
+    Child,
+    Stack,
+    bootstrap,
+    open_sessions,
+    print_sign_in_link,
+    stop_all,
+    written_pid,
+)
 from api.core.endpoint import make_private
+from metering.tenants.members import deactivate_person
 from tests.service import until
 
 NOWHERE = Connection("", "", "", "", "")
@@ -189,3 +199,19 @@ async def test_children_are_stopped_beside_each_other(
     await stop_all(children)
 
     assert [child.process and child.process.returncode for child in children] == [0, 0]
+
+
+async def test_a_deactivated_operator_gets_no_link_and_keeps_nothing_from_starting(
+    database_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await bootstrap(database_url, tmp_path, [])
+    await print_sign_in_link(database_url, "http://127.0.0.1:1/console/")
+    assert "http://127.0.0.1:1/console/#/sign-in?link=wl_" in capsys.readouterr().err
+
+    async with open_sessions(database_url) as sessions, sessions.begin() as session:
+        await deactivate_person(session, person=OPERATOR_EMAIL, actor="test")
+    await print_sign_in_link(database_url, "http://127.0.0.1:1/console/")
+
+    shown = capsys.readouterr().err
+    assert "wl_" not in shown
+    assert "is deactivated: reactivate the person first" in " ".join(shown.split())
