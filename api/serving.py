@@ -71,6 +71,7 @@ from api.process import (
 )
 from api.rpc.inference_service import InferenceServicer
 from api.rpc.open_streams import BoundedCalls
+from api.scim.service import Scim
 from api.server import Servicers, build_keda_server, build_peer_server, build_server
 from common.incidents import IncidentTaskGroup, Retries, sole_cause
 from common.settings import SettingInvalid
@@ -357,7 +358,7 @@ class Server:
         )
 
     def _http_handle(self, servicers: Servicers) -> Handle:
-        """Create the handler of the HTTP port: health checks, the API and, if on, the console."""
+        """Create the handler of the HTTP port: health checks, the API, SCIM, and the console."""
         handle = Gateway(self.registry, self.authenticator, self.sessions).handle
         if self.settings.listen.console:
             handle = Console(
@@ -368,7 +369,14 @@ class Server:
                 observer=self.observer,
                 stall_max_s=self.settings.delivery.stall_max_s,
             ).handle
-        return self.probes.before(paced(handle, self.pace))
+        scim = Scim(
+            self.authenticator,
+            self.admin_sessions,
+            handle,
+            observer=self.observer,
+            url=self.sign_in.server_url,
+        )
+        return self.probes.before(paced(scim.handle, self.pace))
 
     def _open_control(self, peer: Peer, accepted: PeerCertificates) -> ControlChannel:
         """Create the channel on which other processes cancel requests here and ask what runs."""

@@ -1,7 +1,7 @@
 """Permissions of API keys: the one table of the calls that need each, and of its roles.
 
 Every RPC has one permission. Calls over HTTP and of the console are checked as the RPCs that they
-correspond to. A key that is not the operator's acts within its own organization only, which
+correspond to; SCIM has a row of its own. A key that is not the operator's acts within its own organization only, which
 `metering/store/border.py` ensures.
 """
 
@@ -29,6 +29,7 @@ BILL_READERS = ADMINS | RESELLERS | {Role.VIEWER}
 READERS = BILL_READERS | {Role.DEVELOPER}
 MEMBERS = READERS - {Role.BILLING}
 INVITED = frozenset({Role.INVITED})
+PROVISIONING = frozenset({Role.PROVISIONING, Role.OWNER})
 EVERY_KEY = frozenset(Role) - INVITED
 
 
@@ -86,6 +87,8 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
             *("InviteMember", "ListInvitations", "ResendInvitation", "RevokeInvitation"),
             *("UpdateMember", "RemoveMember"),
         ),
+        allowed("provisioning.read", ADMINS, "ListProvisionedGroups"),
+        allowed("provisioning.set", OWNERS, "SetGroupRole"),
         allowed("invitations.accept", INVITED, "AcceptInvitation"),
         allowed("service_accounts.read", MEMBERS, "ListServiceAccounts"),
         allowed(
@@ -132,7 +135,10 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
         allowed("receipt_keys.read", EVERY_KEY, "ListReceiptKeys"),  # public keys: no secret
         allowed("receipts.read", BILL_READERS, "ListReceipts", "GetReceiptMonth"),
     ),
+    # Not a service of the contract: requests below `/scim/v2/`
+    "scim.v2": (allowed("members.provision", PROVISIONING, "Provision"),),
 }
+PROVISION = "/scim.v2/Provision"
 
 
 def _by_method() -> Iterator[tuple[str, Permission]]:

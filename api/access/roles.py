@@ -23,6 +23,7 @@ class Role(StrEnum):
     VIEWER = "role:viewer"
     # Read usage and bills of its own organization, and set its resale prices; no prompts or keys.
     BILLING = "billing"
+    PROVISIONING = "scim"  # provision users and groups of its own organization over SCIM
     MODELS = "inference"  # use models; read own requests and quotas
     INVITED = "invitation"  # of the token of an invitation, which is not a key
 

@@ -38,6 +38,7 @@ from api.admin.member_calls import (
     MemberCalls,
     MemberReads,
     PersonCalls,
+    ProvisioningCalls,
     ServiceAccountCalls,
 )
 from api.admin.price_calls import (
@@ -242,6 +243,7 @@ class AdminServicer(
     MemberCalls,
     ServiceAccountCalls,
     PersonCalls,
+    ProvisioningCalls,
     MemberReads,
     TokenCalls,
     AdminReads,

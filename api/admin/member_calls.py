@@ -1,4 +1,4 @@
-"""RPCs for members, invitations, service accounts and persons.
+"""RPCs for members, invitations, provisioned groups, service accounts and persons.
 
 A caller gives, changes and takes away only permissions that it has: an administrator makes no owner
 and removes none.
@@ -26,7 +26,7 @@ from api.core.errors import PermissionDenied
 from api.core.interceptor import Context
 from metering.core.errors import InvalidValue
 from metering.core.models import Person
-from metering.tenants import invitations, members, service_accounts
+from metering.tenants import invitations, members, provisioning, service_accounts
 from metering.tenants.admin_requests import take_changes_lock
 from metering.tenants.api_keys import KeyOwner, KeyRecord
 from metering.tenants.authentication import Principal
@@ -34,6 +34,7 @@ from metering.tenants.invitations import InvitationRecord
 from metering.tenants.key_groups import lock_groups
 from metering.tenants.key_terms import KeyTerms
 from metering.tenants.members import MemberRecord
+from metering.tenants.provisioning import GroupRoleRecord
 from metering.tenants.service_accounts import ServiceAccountRecord
 from metering.tenants.sign_in import create_link, link_url
 from metering.tenants.tenants import find_organization
@@ -243,6 +244,24 @@ class ServiceAccountCalls(AuthenticatedServicer):
         check_permissions(acting.principal, service_accounts.terms_of_account(found.role))
 
 
+class ProvisioningCalls(AuthenticatedServicer):
+    """RPCs for groups of an organization's identity provider, which SCIM provisions."""
+
+    async def SetGroupRole(
+        self, request: pb.SetGroupRoleRequest, context: Context
+    ) -> pb.SetGroupRoleResponse:
+        async with self._acting(context) as acting:
+            group = await provisioning.set_group_role(
+                acting.session,
+                organization=request.organization,
+                group=request.group,
+                role=request.role,
+                project=request.project,
+                actor=acting.actor,
+            )
+            return pb.SetGroupRoleResponse(group=group_message(group))
+
+
 class PersonCalls(AuthenticatedServicer):
     """RPCs for persons, for the operator."""
 
@@ -344,12 +363,16 @@ def service_account_message(account: ServiceAccountRecord) -> pb.ServiceAccount:
     return wire.message_of(pb.ServiceAccount, account)
 
 
+def group_message(group: GroupRoleRecord) -> pb.ProvisionedGroup:
+    return wire.message_of(pb.ProvisionedGroup, group)
+
+
 def person_message(person: Person) -> pb.Person:
     return wire.message_of(pb.Person, person, person_id=person.id)
 
 
 class MemberReads(AuthenticatedServicer):
-    """RPCs that list members, invitations, service accounts and persons."""
+    """RPCs that list members, invitations, groups, service accounts and persons."""
 
     ListMembers = listing(pb.ListMembersResponse, members.list_members, member_message)
     ListInvitations = listing(
@@ -361,3 +384,6 @@ class MemberReads(AuthenticatedServicer):
         service_account_message,
     )
     ListPersons = listing(pb.ListPersonsResponse, members.list_persons, person_message)
+    ListProvisionedGroups = listing(
+        pb.ListProvisionedGroupsResponse, provisioning.list_provisioned_groups, group_message
+    )

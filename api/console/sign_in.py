@@ -92,6 +92,11 @@ class SignIn:
         self._touched: OrderedDict[bytes, float] = OrderedDict()
 
     @property
+    def server_url(self) -> str:
+        """Address of this server, as browsers reach it; empty if it is not known."""
+        return self._file.url.removesuffix("/console")
+
+    @property
     def providers(self) -> list[dict[str, str]]:
         """The providers that the page offers."""
         return [{"name": each.name, "title": each.title} for each in self._file.providers]
@@ -144,7 +149,8 @@ class SignIn:
             async with self._sessions.begin() as session:
                 person = await identify(session, proof.identity, provider.rules)
                 secret = ""
-                if await memberships_of(session, person.id):
+                memberships = await memberships_of(session, person.id)
+                if any(each.deactivated_at is None for each in memberships):
                     secret = await begin_session(
                         session,
                         person.id,

@@ -228,6 +228,7 @@ class Person(Base):
     subject: Mapped[str | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     deactivated_at: Mapped[datetime | None]
+    erased_at: Mapped[datetime | None]
 
 
 class Membership(Base):
@@ -283,7 +284,8 @@ class ServiceAccount(Base):
 class ApiKeyOwner(Base):
     """Owner of a key, a person or a service account, and the person who created the key.
 
-    A key without a row belongs to its project, and its creator was not a person.
+    A key without a row belongs to its project, and its creator was not a person. While a member is
+    suspended, all keys that belong to the person in the organization are.
     """
 
     __tablename__ = "api_key_owners"
@@ -292,6 +294,7 @@ class ApiKeyOwner(Base):
     person_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("persons.id"))
     service_account_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("service_accounts.id"))
     creator_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("persons.id"))
+    suspended_at: Mapped[datetime | None]
 
 
 class SignInSession(Base):
@@ -336,6 +339,74 @@ class GroupMembership(Base):
 
     membership_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("memberships.id"), primary_key=True)
     provider: Mapped[str]
+
+
+class ScimUser(Base):
+    """User that the identity provider of an organization provisions by SCIM.
+
+    Known in that organization only, until a person signs in with its address: `person_id`.
+    `email` is the address by which the person is found, in lower case. `attributes` has
+    `displayName`, `name` and `emails`. `has_role` says that its groups gave the role of the
+    membership.
+    """
+
+    __tablename__ = "scim_users"
+
+    id: Mapped[GeneratedId]
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    user_name: Mapped[str]
+    user_name_key: Mapped[str]
+    external_id: Mapped[str | None]
+    email: Mapped[str | None]
+    attributes: Mapped[dict[str, Any]]
+    is_active: Mapped[bool]
+    person_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("persons.id"))
+    has_role: Mapped[bool] = mapped_column(server_default=text("false"))
+    version: Mapped[int] = mapped_column(server_default=text("1"))
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    changed_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class ScimGroup(Base):
+    """Group that the identity provider of an organization provisions by SCIM."""
+
+    __tablename__ = "scim_groups"
+
+    id: Mapped[GeneratedId]
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    display_name: Mapped[str]
+    name_key: Mapped[str]
+    external_id: Mapped[str | None]
+    version: Mapped[int] = mapped_column(server_default=text("1"))
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    changed_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class ScimGroupMember(Base):
+    """User in a group."""
+
+    __tablename__ = "scim_group_members"
+
+    group_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("scim_groups.id"), primary_key=True)
+    user_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("scim_users.id"), primary_key=True)
+
+
+class ScimGroupRole(Base):
+    """Role that the group with a name gives, whether it is provisioned yet or not.
+
+    `project_id` is that of the member's key; None for the oldest one.
+    """
+
+    __tablename__ = "scim_group_roles"
+
+    organization_id: Mapped[uuid.UUID] = mapped_column(
+        ForeignKey("organizations.id"), primary_key=True
+    )
+    name_key: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    role: Mapped[str]
+    project_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("projects.id"))
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 class TokenIssuer(Base):

@@ -62,6 +62,7 @@ UPDATED = frozenset(
         "alert_deliveries",
         "alert_scans",
         "alert_webhooks",
+        "api_key_owners",
         "api_key_uses",
         "api_keys",
         "billing_months",
@@ -87,6 +88,9 @@ UPDATED = frozenset(
         "replica_drains",
         "replica_runs",
         "replica_rentals",
+        "scim_group_roles",
+        "scim_groups",
+        "scim_users",
         "service_accounts",
         "sign_in_sessions",
         "stripe_events",
@@ -126,6 +130,10 @@ DELETED = frozenset(
         "replica_demands",
         "replica_drains",
         "rule_changes",
+        "scim_group_members",
+        "scim_group_roles",
+        "scim_groups",
+        "scim_users",
         "sign_in_links",
         "sign_in_sessions",
         "superseded_secrets",
@@ -309,7 +317,7 @@ def _grant(connection: psycopg.Connection, role: str) -> None:
     for table in RENAMED:
         for each in named(table):
             run("GRANT UPDATE (name) ON {table} TO {role}", table=each)
-    # For erasing an end user; a trigger decides what may change.
+    # For erasing an end user or a person; a trigger decides what may change.
     run("GRANT UPDATE (before, after) ON public.audit_log TO {role}")
     run("REVOKE EXECUTE ON FUNCTION public.create_usage_partition(date) FROM PUBLIC")
     for signature in CALLED:

@@ -264,6 +264,7 @@ def select_principal(
             # A key that was revoked with its owner is refused with the reason of that.
             or_(ApiKey.revoked_at.is_(None), suspension.closed_at.is_not(None)),
             Person.deactivated_at.is_(None),
+            ApiKeyOwner.suspended_at.is_(None),
             or_(ends_at.is_(None), ends_at > func.now()),
         )
     )
@@ -297,7 +298,8 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
     """Return the principal of a secret that is valid by the database's clock. Raises: KeyInvalid.
 
     Unknown, revoked and expired secrets take equal time: one statement handles all, comparing
-    SHA-256 hashes by index. Keys of deactivated persons are refused like them.
+    SHA-256 hashes by index. Keys of deactivated persons and suspended members are refused like
+    them.
     """
     if SECRET_FORM.fullmatch(secret) is None:
         raise KeyInvalid()

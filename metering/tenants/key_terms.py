@@ -15,11 +15,12 @@ from metering.tenants.networks import checked_networks
 
 MODEL_NAME_MAX_CHARS = 200
 MODELS_PER_KEY_MAX = 100  # a key for more models should rather be unrestricted
-SCOPES = frozenset({"inference", "admin", "billing"})
+SCIM = "scim"  # provisions members and groups, and can do nothing else
+SCOPES = frozenset({"inference", "admin", "billing", SCIM})
 # In the organization of the key; `api/access/permissions.py` has their permissions.
 ROLES = ("owner", "admin", "developer", "finance", "viewer")
 AUTHORITY = {"": frozenset[str](), **{each: frozenset({f"role:{each}"}) for each in ROLES}}
-WITHOUT_ROLE = frozenset({"admin", "billing"})  # scopes of keys that have their rights already
+WITHOUT_ROLE = frozenset({"admin", "billing", SCIM})  # scopes of keys that have their rights already
 # Per request: above any context window, and far below the column's maximum.
 TOKENS_MAX = 1_000_000_000
 GROUP_MAX_CHARS = 100
@@ -66,6 +67,10 @@ def checked_scopes(scopes: Collection[str], role: str = "") -> list[str]:
     if role and role not in ROLES:
         remedy = ": the operator of the service has the scope admin" if role == "operator" else ""
         raise InvalidValue("role", f"{role[:20]!r} is not one of {', '.join(ROLES)}{remedy}")
+    if SCIM in scopes and len(set(scopes)) > 1:
+        raise InvalidValue(
+            "scopes", "cannot have scim beside others: create a key for provisioning alone"
+        )
     if role and not WITHOUT_ROLE.isdisjoint(scopes):
         raise InvalidValue(
             "role",

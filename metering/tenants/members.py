@@ -57,7 +57,10 @@ LAST_CHAR = "\U0010ffff"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberRecord:
-    """A member: the person, and its membership of one organization. `role` may be "operator"."""
+    """A member: the person, and its membership of one organization. `role` may be "operator".
+
+    Since `deactivated_at` it is inactive: the person is deactivated, or the membership suspended.
+    """
 
     membership_id: uuid.UUID
     person_id: uuid.UUID
@@ -280,6 +283,52 @@ async def remove_member(
     )
 
 
+async def suspend_member(
+    session: AsyncSession, member: MemberRecord, actor: str, *, is_suspended: bool = True
+) -> None:
+    """Refuse the keys of a member in this organization and end what runs, or accept them again.
+
+    Idempotent. Sessions that act in this organization only end for good. The caller has locked the
+    organization. Raises: LastOwner.
+    """
+    keys = await _own_keys(session, member)
+    if is_suspended:
+        owner = await session.get_one(Organization, member.organization_id)
+        await check_owner_remains(session, owner, member)
+    changing = (
+        update(ApiKeyOwner)
+        .where(
+            ApiKeyOwner.api_key_id.in_(keys), ApiKeyOwner.suspended_at.is_(None) == is_suspended
+        )
+        .values(suspended_at=func.now() if is_suspended else None)
+        .returning(ApiKeyOwner.api_key_id)
+    )
+    changed = (await session.scalars(changing)).all()
+    if member.api_key_id not in changed:
+        return
+    if is_suspended:
+        of_member = (
+            SignInSession.person_id == member.person_id,
+            SignInSession.organization_id == member.organization_id,
+            SignInSession.ended_at.is_(None),
+        )
+        await session.execute(update(SignInSession).where(*of_member).values(ended_at=func.now()))
+        for key_id in keys:
+            await cancel_requests_of_key(session, key_id)
+    before, after = (
+        {
+            "person_id": str(member.person_id),
+            "organization_id": str(member.organization_id),
+            "is_active": state,
+        }
+        for state in (is_suspended, not is_suspended)
+    )
+    action = "member.suspend" if is_suspended else "member.resume"
+    await record_change(
+        session, actor, action, str(member.membership_id), before=before, after=after
+    )
+
+
 async def keys_created_by(session: AsyncSession, member: MemberRecord) -> list[KeyRecord]:
     """List the active keys of the organization that the person created and does not own."""
     query = (
@@ -305,12 +354,14 @@ async def check_owner_remains(
     if member.role != OWNER or member.deactivated_at is not None:
         return
     others = select(Membership.id).join(ApiKey, ApiKey.id == Membership.api_key_id)
+    others = others.join(ApiKeyOwner, ApiKeyOwner.api_key_id == ApiKey.id)
     others = others.join(Person, Person.id == Membership.person_id).where(
         Membership.organization_id == owner.id,
         Membership.person_id != member.person_id,
         Membership.removed_at.is_(None),
         ApiKey.role == OWNER,
         Person.deactivated_at.is_(None),
+        ApiKeyOwner.suspended_at.is_(None),
     )
     if await session.scalar(others.limit(1)) is None:
         raise LastOwner(owner.name)
@@ -450,12 +501,13 @@ def _is_person(ref: str) -> ColumnElement[bool]:
     return Person.email == ref.strip().lower() if key is None else Person.id == key
 
 
-def _select_members() -> Select[Membership, Person, Organization, Project, ApiKey]:
+def _select_members() -> Select[Membership, Person, Organization, Project, ApiKey, ApiKeyOwner]:
     return (
-        select(Membership, Person, Organization, Project, ApiKey)
+        select(Membership, Person, Organization, Project, ApiKey, ApiKeyOwner)
         .join(Person, Person.id == Membership.person_id)
         .join(Organization, Organization.id == Membership.organization_id)
         .join(ApiKey, ApiKey.id == Membership.api_key_id)
+        .join(ApiKeyOwner, ApiKeyOwner.api_key_id == ApiKey.id)
         .join(Project, Project.id == ApiKey.project_id)
         .where(Membership.removed_at.is_(None))
     )
@@ -467,6 +519,7 @@ def _member_record(
     organization: Organization,
     project: Project,
     key: ApiKey,
+    owner: ApiKeyOwner,
 ) -> MemberRecord:
     return record_of(
         MemberRecord,
@@ -474,7 +527,7 @@ def _member_record(
         membership_id=membership.id,
         email=person.email,
         display_name=person.display_name,
-        deactivated_at=person.deactivated_at,
+        deactivated_at=person.deactivated_at or owner.suspended_at,
         organization_name=organization.name,
         project_id=project.id,
         project_name=project.name,

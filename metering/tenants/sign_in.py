@@ -67,6 +67,7 @@ from metering.tenants.members import (
     memberships_of,
     remove_member,
 )
+from metering.tenants.provisioning import admit_person, organizations_waiting
 from metering.tenants.tenants import check_open, find_organization
 
 SECRET_BYTES = 32
@@ -167,23 +168,27 @@ async def identify(
     """Return the person of an identity, with the memberships that its groups give; maybe none.
 
     A person known by e-mail address only gets the identity. An unknown one is created if a
-    rule gives a membership. Raises: SignInRefused.
+    rule gives a membership, or an organization has provisioned the verified address with a role.
+    Raises: SignInRefused.
     """
     wanted = await _memberships_of_groups(session, identity, rules)
+    waiting = await organizations_waiting(session, identity.email)
     person = await _find_person(session, identity)
     present = [] if person is None else await memberships_of(session, person.id)
     # Organizations by id, then the person: the order of all changes of members
-    for organization_id in sorted(wanted.keys() | {each.organization_id for each in present}):
+    locked = wanted.keys() | {each.organization_id for each in present}.union(waiting)
+    for organization_id in sorted(locked):
         await lock_groups(session, organization_id)
     if person is None:
         if not identity.email:
             raise SignInRefused(Refusal.NO_EMAIL)
-        if not wanted:
+        if not wanted and not waiting:
             raise SignInRefused(Refusal.NOT_A_MEMBER)
         person = await _create_person(session, identity)
     await _bind(session, person, identity)
     if person.deactivated_at is not None:
         raise SignInRefused(Refusal.DEACTIVATED)
+    await admit_person(session, person, identity.email, waiting)  # before the groups of the sign-in
     await align_memberships(session, person, identity.provider, wanted)
     return person
 
@@ -474,7 +479,7 @@ async def signed_in(session: AsyncSession, secret: str) -> SignedIn:
     memberships = [
         each
         for each in await memberships_of(session, person.id)
-        if organization_id in (None, each.organization_id)
+        if organization_id in (None, each.organization_id) and each.deactivated_at is None
     ]
     return SignedIn(person, memberships, expires_at, is_touched)
 

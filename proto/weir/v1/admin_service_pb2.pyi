@@ -247,7 +247,7 @@ class ApiKey(_message.Message):
     """The person who created the key. Empty: a key without a person, or the service itself."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Permissions: "inference", "admin", "billing"."""
+        """Permissions: "inference", "admin", "billing", "scim"."""
 
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
@@ -1180,7 +1180,7 @@ class CreateApiKeyRequest(_message.Message):
     """
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Any of "inference", "admin", "billing". Empty: "inference", or no scope with a `role`."""
+        """Any of "inference", "admin", "billing", "scim". Empty: "inference", or no scope with a `role`."""
 
     @_builtins.property
     def lifetime(self) -> _duration_pb2.Duration:

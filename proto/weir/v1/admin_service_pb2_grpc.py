@@ -425,6 +425,16 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_tokens__pb2.RevokeTokensRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_tokens__pb2.RevokeTokensResponse.FromString,
                 _registered_method=True)
+        self.ListProvisionedGroups = channel.unary_unary(
+                '/weir.v1.AdminService/ListProvisionedGroups',
+                request_serializer=weir_dot_v1_dot_members__pb2.ListProvisionedGroupsRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.ListProvisionedGroupsResponse.FromString,
+                _registered_method=True)
+        self.SetGroupRole = channel.unary_unary(
+                '/weir.v1.AdminService/SetGroupRole',
+                request_serializer=weir_dot_v1_dot_members__pb2.SetGroupRoleRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.SetGroupRoleResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -993,6 +1003,22 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListProvisionedGroups(self, request, context):
+        """Lists the groups that the identity provider of an organization provisions, and the roles that
+        are set for groups that do not exist yet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetGroupRole(self, request, context):
+        """Lets the group with a name give its members a role in the organization, or none. It applies at
+        once, and to the members that the identity provider adds and removes later.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1370,6 +1396,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.RevokeTokens,
                     request_deserializer=weir_dot_v1_dot_tokens__pb2.RevokeTokensRequest.FromString,
                     response_serializer=weir_dot_v1_dot_tokens__pb2.RevokeTokensResponse.SerializeToString,
+            ),
+            'ListProvisionedGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListProvisionedGroups,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.ListProvisionedGroupsRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.ListProvisionedGroupsResponse.SerializeToString,
+            ),
+            'SetGroupRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetGroupRole,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.SetGroupRoleRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.SetGroupRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -3404,6 +3440,60 @@ class AdminService:
             '/weir.v1.AdminService/RevokeTokens',
             weir_dot_v1_dot_tokens__pb2.RevokeTokensRequest.SerializeToString,
             weir_dot_v1_dot_tokens__pb2.RevokeTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListProvisionedGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListProvisionedGroups',
+            weir_dot_v1_dot_members__pb2.ListProvisionedGroupsRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.ListProvisionedGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetGroupRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/SetGroupRole',
+            weir_dot_v1_dot_members__pb2.SetGroupRoleRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.SetGroupRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -254,6 +254,14 @@ class AdminServiceStub:
     """Revokes a token, or all of a session or subject; their requests end in every process.
     Idempotent.
     """
+    ListProvisionedGroups: _grpc.UnaryUnaryMultiCallable[_members_pb2.ListProvisionedGroupsRequest, _members_pb2.ListProvisionedGroupsResponse]
+    """Lists the groups that the identity provider of an organization provisions, and the roles that
+    are set for groups that do not exist yet.
+    """
+    SetGroupRole: _grpc.UnaryUnaryMultiCallable[_members_pb2.SetGroupRoleRequest, _members_pb2.SetGroupRoleResponse]
+    """Lets the group with a name give its members a role in the organization, or none. It applies at
+    once, and to the members that the identity provider adds and removes later.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -471,6 +479,14 @@ class AdminServiceAsyncStub(AdminServiceStub):
     RevokeTokens: _aio.UnaryUnaryMultiCallable[_tokens_pb2.RevokeTokensRequest, _tokens_pb2.RevokeTokensResponse]  # type: ignore[assignment]
     """Revokes a token, or all of a session or subject; their requests end in every process.
     Idempotent.
+    """
+    ListProvisionedGroups: _aio.UnaryUnaryMultiCallable[_members_pb2.ListProvisionedGroupsRequest, _members_pb2.ListProvisionedGroupsResponse]  # type: ignore[assignment]
+    """Lists the groups that the identity provider of an organization provisions, and the roles that
+    are set for groups that do not exist yet.
+    """
+    SetGroupRole: _aio.UnaryUnaryMultiCallable[_members_pb2.SetGroupRoleRequest, _members_pb2.SetGroupRoleResponse]  # type: ignore[assignment]
+    """Lets the group with a name give its members a role in the organization, or none. It applies at
+    once, and to the members that the identity provider adds and removes later.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -1136,6 +1152,26 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_tokens_pb2.RevokeTokensResponse, _abc.Awaitable[_tokens_pb2.RevokeTokensResponse]]:
         """Revokes a token, or all of a session or subject; their requests end in every process.
         Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def ListProvisionedGroups(
+        self,
+        request: _members_pb2.ListProvisionedGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.ListProvisionedGroupsResponse, _abc.Awaitable[_members_pb2.ListProvisionedGroupsResponse]]:
+        """Lists the groups that the identity provider of an organization provisions, and the roles that
+        are set for groups that do not exist yet.
+        """
+
+    @_abc_1.abstractmethod
+    def SetGroupRole(
+        self,
+        request: _members_pb2.SetGroupRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.SetGroupRoleResponse, _abc.Awaitable[_members_pb2.SetGroupRoleResponse]]:
+        """Lets the group with a name give its members a role in the organization, or none. It applies at
+        once, and to the members that the identity provider adds and removes later.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -2289,7 +2289,7 @@ class KeyRestrictions(_message.Message):
     """Role of the key in its organization. Empty: none."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Scopes: "inference", "admin", "billing"."""
+        """Scopes: "inference", "admin", "billing", "scim"."""
 
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -109,7 +109,9 @@ class Member(_message.Message):
 
     @_builtins.property
     def deactivate_time(self) -> _timestamp_pb2.Timestamp:
-        """Time since when all keys of the person are refused. Unset: active."""
+        """Time since when all keys of the person in the organization are refused: the operator has
+        deactivated the person, or the organization's identity provider the member. Unset: active.
+        """
 
     def __init__(
         self,
@@ -1193,3 +1195,166 @@ class CreateSignInLinkResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateSignInLinkResponse: _TypeAlias = CreateSignInLinkResponse  # noqa: Y015
+
+@_typing.final
+class ProvisionedGroup(_message.Message):
+    """A group of an organization's identity provider, with the role that it gives."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    MEMBER_COUNT_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    PROJECT_ID_FIELD_NUMBER: _builtins.int
+    PROJECT_NAME_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    """UUID of the group. Empty: a role is set for its name, and it is not provisioned yet."""
+    group: _builtins.str
+    """Name of the group. Letter case does not matter."""
+    member_count: _builtins.int
+    """Number of its users."""
+    role: _builtins.str
+    """Role of its members in the organization: see `ApiKey.role`. Empty: it gives none."""
+    project_id: _builtins.str
+    """UUID of the project of its members. Empty: the oldest one."""
+    project_name: _builtins.str
+    """Name of that project."""
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        group: _builtins.str = ...,
+        member_count: _builtins.int = ...,
+        role: _builtins.str = ...,
+        project_id: _builtins.str = ...,
+        project_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "group_id", b"group_id", "member_count", b"member_count", "project_id", b"project_id", "project_name", b"project_name", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProvisionedGroup: _TypeAlias = ProvisionedGroup  # noqa: Y015
+
+@_typing.final
+class ListProvisionedGroupsRequest(_message.Message):
+    """Requests the groups of an organization's identity provider."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of the organization. Unknown: NOT_FOUND."""
+    page_size: _builtins.int
+    """Largest number of groups, 1 to 1000. Default 100."""
+    page_token: _builtins.str
+    """`next_page_token` of the previous page. Empty: the first page. Malformed: INVALID_ARGUMENT."""
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListProvisionedGroupsRequest: _TypeAlias = ListProvisionedGroupsRequest  # noqa: Y015
+
+@_typing.final
+class ListProvisionedGroupsResponse(_message.Message):
+    """A page of groups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty on the last page."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProvisionedGroup]:
+        """By name."""
+
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___ProvisionedGroup] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListProvisionedGroupsResponse: _TypeAlias = ListProvisionedGroupsResponse  # noqa: Y015
+
+@_typing.final
+class SetGroupRoleRequest(_message.Message):
+    """Sets the role that a group gives."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    PROJECT_FIELD_NUMBER: _builtins.int
+    organization: _builtins.str
+    """Name or id of the organization. Unknown: NOT_FOUND."""
+    group: _builtins.str
+    """Name of the group, 1 to 255 characters. It need not be provisioned yet."""
+    role: _builtins.str
+    """"owner", "admin", "developer", "finance" or "viewer". Empty: none. If a person is in several
+    groups, the first of them in this order counts. A change that leaves no owner:
+    FAILED_PRECONDITION, LAST_OWNER.
+    """
+    project: _builtins.str
+    """Name or id of the project of the members; a developer has access to no other. Empty: the
+    oldest project.
+    """
+    def __init__(
+        self,
+        *,
+        organization: _builtins.str = ...,
+        group: _builtins.str = ...,
+        role: _builtins.str = ...,
+        project: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "organization", b"organization", "project", b"project", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetGroupRoleRequest: _TypeAlias = SetGroupRoleRequest  # noqa: Y015
+
+@_typing.final
+class SetGroupRoleResponse(_message.Message):
+    """The group after the change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def group(self) -> Global___ProvisionedGroup:
+        """The group."""
+
+    def __init__(
+        self,
+        *,
+        group: Global___ProvisionedGroup | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetGroupRoleResponse: _TypeAlias = SetGroupRoleResponse  # noqa: Y015

@@ -145,7 +145,9 @@ export interface ExportAuditEntriesOptions extends CallOptionsOf {
 
 /** Options of `createApiKey`. */
 export interface CreateApiKeyOptions extends CallOptionsOf {
-  /** Any of "inference", "admin", "billing". Empty: "inference", or no scope with a `role`. */
+  /**
+   * Any of "inference", "admin", "billing", "scim". Empty: "inference", or no scope with a `role`.
+   */
   readonly scopes?: readonly string[] | undefined;
   /** Lifetime. Unset: unlimited. Zero or negative: InvalidRequest. */
   readonly lifetimeMs?: number | undefined;

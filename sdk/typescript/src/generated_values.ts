@@ -752,7 +752,7 @@ export interface KeyChange {
 export interface KeyRestrictions {
   /** The first characters of the key. */
   readonly prefix: string;
-  /** Scopes: "inference", "admin", "billing". */
+  /** Scopes: "inference", "admin", "billing", "scim". */
   readonly scopes: readonly string[];
   /** Names of the allowed models. Empty: all models. */
   readonly models: readonly string[];
@@ -910,7 +910,10 @@ export interface Member {
   readonly keyPrefix: string;
   /** Time at which the invitation was accepted. */
   readonly createTime: Date | undefined;
-  /** Time since when all keys of the person are refused. Unset: active. */
+  /**
+   * Time since when all keys of the person in the organization are refused: the operator has
+   * deactivated the person, or the organization's identity provider the member. Unset: active.
+   */
   readonly deactivateTime: Date | undefined;
 }
 
@@ -1381,7 +1384,7 @@ export interface ApiKey {
   readonly name: string;
   /** The first characters of the key, which identify it. */
   readonly prefix: string;
-  /** Permissions: "inference", "admin", "billing". */
+  /** Permissions: "inference", "admin", "billing", "scim". */
   readonly scopes: readonly string[];
   /** Time of creation. */
   readonly createTime: Date | undefined;

@@ -79,7 +79,7 @@ TERMS = {
         Term(
             "scopes",
             "words",
-            "inference, admin or billing; repeat for more. New keys get inference.",
+            "inference, admin, billing or scim; repeat for more. New keys get inference.",
             "--scope",
         ),
         Term(

@@ -381,8 +381,8 @@ class AsyncAdminCalls(UnaryClient):
         `organization`: Name or id of the organization. Unknown: NotFound.
         `project`: Name or id of the project in it. Unknown: NotFound.
         `name`: Display name, 1 to 100 characters.
-        `scopes`: Any of "inference", "admin", "billing". Empty: "inference", or no scope with a
-            `role`.
+        `scopes`: Any of "inference", "admin", "billing", "scim". Empty: "inference", or no scope
+            with a `role`.
         `lifetime`: Lifetime. Unset: unlimited. Zero or negative: InvalidRequest.
         `request_id`: Idempotency key: see the service. Not a UUID: InvalidRequest.
         `allow_existing`: Returns the project's active key of this name and scopes, if there is one;

@@ -826,7 +826,7 @@ class KeyRestrictions(Value):
     prefix: str = ""
     """The first characters of the key."""
     scopes: tuple[str, ...] = ()
-    """Scopes: "inference", "admin", "billing"."""
+    """Scopes: "inference", "admin", "billing", "scim"."""
     models: tuple[str, ...] = ()
     """Names of the allowed models. Empty: all models."""
     max_input_tokens: int | None = None
@@ -984,7 +984,8 @@ class Member(Value):
     create_time: datetime | None = None
     """Time at which the invitation was accepted."""
     deactivate_time: datetime | None = None
-    """Time since when all keys of the person are refused. Unset: active."""
+    """Time since when all keys of the person in the organization are refused: the operator has
+    deactivated the person, or the organization's identity provider the member. Unset: active."""
 
 
 class MonthExportFormat(StrEnum):
@@ -1486,7 +1487,7 @@ class ApiKey(Value):
     prefix: str = ""
     """The first characters of the key, which identify it."""
     scopes: tuple[str, ...] = ()
-    """Permissions: "inference", "admin", "billing"."""
+    """Permissions: "inference", "admin", "billing", "scim"."""
     create_time: datetime | None = None
     """Time of creation."""
     expire_time: datetime | None = None
