@@ -64,6 +64,7 @@ NAMES = {
     "ListReplicasResponse": "ReplicaList",
     "MonthDocumentFormat": "DocumentFormat",
     "PrepaidCreditSummary": "PrepaidCredit",
+    "ErasePersonResponse": "ErasedPerson",
     "QuoteResponse": "Quote",
     "RemoveMemberResponse": "RemovedMember",
     "ResendInvitationResponse": "ResentInvitation",
@@ -78,7 +79,7 @@ ROOTS = (
     "GetOwnUsageResponse", "GetUsageResponse", "Invitation", "Invoice", "KeyRestrictions", "Model",
     "Member", "MonthExportFormat", "Plan", "PlanAssignment", "ProgressFrame.Stage", "QuoteResponse",
     "ResalePrice", "ResaleStatement", "ResaleStatementFormat", "ReplicaRental", "SimulatedCustomer",
-    "Person", "ServiceAccount", "Timings",
+    "Person", "ProvisionedGroup", "ServiceAccount", "Timings",
     "TokenLogprobs", "UsageGrouping",
 )  # fmt: skip
 # Values written by hand, and the modules that have them.
@@ -240,6 +241,8 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "DeactivatePerson": "person",
         "ReactivatePerson": "person",
         "CreateSignInLink": "person",
+        "ErasePerson": "person",
+        "SetGroupRole": "organization group role",
     },
     "BillingService": {
         "GetMonthReport": "organization month",
@@ -267,6 +270,7 @@ ONCE = frozenset({
 # Responses of which one field is the result.
 RESULTS = {
     "CreateOrganization": "organization",
+    "SetGroupRole": "group",
     "CreateProject": "project",
     "GetMonthDocument": "content",
     "SetPrepaid": "existed",

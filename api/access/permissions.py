@@ -100,7 +100,7 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
             "persons.change",
             OPERATOR,
             *("ListPersons", "UpdatePerson", "DeactivatePerson", "ReactivatePerson"),
-            "CreateSignInLink",
+            *("CreateSignInLink", "ErasePerson"),
         ),
         allowed("token_issuers.set", ADMINS, "CreateTokenIssuer", "DeleteTokenIssuer"),
         allowed("token_issuers.read", MEMBERS, "ListTokenIssuers"),

@@ -34,6 +34,7 @@ from metering.tenants.invitations import InvitationRecord
 from metering.tenants.key_groups import lock_groups
 from metering.tenants.key_terms import KeyTerms
 from metering.tenants.members import MemberRecord
+from metering.tenants.person_erasure import erase_person
 from metering.tenants.provisioning import GroupRoleRecord
 from metering.tenants.service_accounts import ServiceAccountRecord
 from metering.tenants.sign_in import create_link, link_url
@@ -289,6 +290,18 @@ class PersonCalls(AuthenticatedServicer):
         async with self._transaction(context) as (session, actor):
             person = await members.reactivate_person(session, person=request.person, actor=actor)
             return pb.ReactivatePersonResponse(person=person_message(person))
+
+    async def ErasePerson(
+        self, request: pb.ErasePersonRequest, context: Context
+    ) -> pb.ErasePersonResponse:
+        async with self._acting(context, alone=True) as acting:
+            # A dry run does the same, and undoes it: so it finds every reason against it
+            attempt = await acting.session.begin_nested()
+            erased = await erase_person(
+                acting.session, person=request.person, actor=acting.actor
+            )
+            await (attempt.rollback() if request.dry_run else attempt.commit())
+            return wire.message_of(pb.ErasePersonResponse, erased)
 
     async def CreateSignInLink(
         self, request: pb.CreateSignInLinkRequest, context: Context

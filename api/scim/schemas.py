@@ -128,8 +128,6 @@ MEMBERS = Attribute(
             references=("User",),
             is_exact=True,
         ),
-        read_only("display", "userName of the user."),
-        read_only("type", "Always User."),
     ),
     is_multiple=True,
 )

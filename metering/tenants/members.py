@@ -451,8 +451,13 @@ async def deactivate_person(session: AsyncSession, *, person: str, actor: str) -
 
 
 async def reactivate_person(session: AsyncSession, *, person: str, actor: str) -> Person:
-    """Accept the keys of a person again, as they were. Idempotent. Raises: NotFound."""
+    """Accept the keys of a person again, as they were. Idempotent.
+
+    Raises: NotFound; InvalidValue for an erased person.
+    """
     found = await find_person(session, person)
+    if found.erased_at is not None:
+        raise InvalidValue("person", "is erased for ever: invite the person anew")
     await _set_active(session, found, actor, is_active=True)
     return found
 

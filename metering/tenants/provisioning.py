@@ -86,9 +86,9 @@ MEMBER_IDS = text(
 # JSON is built by the database: reading 10,000 rows would hold the event loop for long.
 MEMBERS_JSON = text("""
 SELECT m.group_id,
-       CAST(json_agg(json_build_object('value', u.id, 'display', u.user_name, 'type', 'User',
-           '$ref', CAST(:users_url AS text) || u.id) ORDER BY u.id) AS text)
-FROM scim_group_members m JOIN scim_users u ON u.id = m.user_id
+       CAST(json_agg(json_build_object('value', m.user_id,
+           '$ref', CAST(:users_url AS text) || m.user_id) ORDER BY m.user_id) AS text)
+FROM scim_group_members m
 WHERE m.group_id = ANY(:group_ids)
 GROUP BY m.group_id
 """)

@@ -78,12 +78,14 @@ CREATE TABLE scim_group_roles (
 AUDIT = """
 -- The state of an audit entry without what describes a person. Ids and times stay.
 CREATE FUNCTION without_person(state jsonb) RETURNS jsonb LANGUAGE sql IMMUTABLE STRICT AS $$
-    SELECT coalesce(jsonb_object_agg(
-        key,
-        CASE WHEN key = ANY('{email,display_name,subject,name,address,provider_session,
-                              user_name,user_name_key,external_id,attributes}'::text[])
-             THEN 'null' ELSE value END), '{}')
-    FROM jsonb_each(state)
+    SELECT CASE WHEN jsonb_typeof(state) <> 'object' THEN state ELSE (
+        SELECT coalesce(jsonb_object_agg(
+            key,
+            CASE WHEN key = ANY('{email,display_name,subject,name,address,provider_session,
+                                  user_name,user_name_key,external_id,attributes}'::text[])
+                 THEN 'null' ELSE value END), '{}')
+        FROM jsonb_each(state))
+    END
 $$;
 CREATE OR REPLACE FUNCTION audit_entry_changed() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -112,8 +114,9 @@ BEGIN
                              WHERE m.person_id = p.id AND m.id::text = OLD.subject_id)
                   OR EXISTS (SELECT FROM api_key_owners o
                              WHERE o.person_id = p.id AND o.api_key_id::text = OLD.subject_id)
-                  OR EXISTS (SELECT FROM scim_users u
-                             WHERE u.person_id = p.id AND u.id::text = OLD.subject_id)
+                  OR OLD.action LIKE 'scim_user.%' AND (
+                      OLD.before ->> 'email' = p.email OR OLD.after ->> 'email' = p.email
+                      OR coalesce(OLD.after, OLD.before) ->> 'person_id' = p.id::text)
                   OR EXISTS (SELECT FROM invitations i
                              WHERE i.email = p.email AND i.id::text = OLD.subject_id)))
     THEN

@@ -16,7 +16,7 @@ from tests.service import Service
 INSTALLED = os.environ.get("WEIR_TEST_SCIM2_TESTER_PYTHON", "")
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="scim2-tester is not installed")
 SCRIPT = Path(__file__).parent / "scim_checker.py"
-CHECK_MAX_S = 120.0
+CHECK_MAX_S = 280.0
 
 
 async def test_the_checker_of_others_finds_no_fault(service: Service) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import uuid
 from collections.abc import AsyncIterator
@@ -15,7 +16,6 @@ from sqlalchemy import text
 
 from metering.core.errors import KeyInvalid
 from metering.tenants.authentication import authenticate
-from metering.tenants.members import find_member
 from metering.tenants.sign_in import Identity, identify
 from tests.calls import calls
 from tests.e2e.test_key_access import keys_of
@@ -44,7 +44,8 @@ class Client:
         sent = {"authorization": f"Bearer {self.secret}"} | headers
         if body is not None:
             sent.setdefault("content-type", "application/scim+json")
-        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        data = None if content is None else io.BytesIO(content)
         async with self.http.request(method, self.url + path, data=data, headers=sent) as answer:
             content = await answer.read()
             if content:
@@ -62,9 +63,9 @@ class Client:
         assert status == 200, found
         return found
 
-    async def user(self, name: str, **more: Any) -> str:
-        emails = [{"value": name, "type": "work", "primary": True}]
-        body = {"schemas": [USER], "userName": name, "emails": emails, "active": True} | more
+    async def user(self, user_name: str, /, **more: Any) -> str:
+        emails = [{"value": user_name, "type": "work", "primary": True}]
+        body = {"schemas": [USER], "userName": user_name, "emails": emails, "active": True} | more
         status, found, headers = await self.send("POST", "/Users", body)
         assert status == 201, found
         assert headers["location"] == found["meta"]["location"] == f"{self.url}/Users/{found['id']}"
@@ -179,8 +180,7 @@ async def test_as_okta_provisions(client: Client) -> None:
     found = await client.get(f"/Groups/{group}")
     assert found["displayName"] == f"h {name}"
     [member] = found["members"]
-    assert (member["value"], member["display"], member["type"]) == (user, name, "User")
-    assert member["$ref"] == f"{client.url}/Users/{user}"
+    assert member == {"value": user, "$ref": f"{client.url}/Users/{user}"}
     [of_user] = (await client.get(f"/Users/{user}"))["groups"]
     assert (of_user["value"], of_user["display"]) == (group, f"h {name}")
 
@@ -195,10 +195,9 @@ async def test_a_deactivated_person_is_out_at_once_with_its_streams(
         )
     user = await client.user(name)
     async with service.stream(accepted.secret) as stream:
-        request = await stream.begin(max_output_tokens=100_000, ignore_eos=True)
+        request = await stream.begin(max_output_tokens=200)
         await client.patch(f"/Users/{user}", {"op": "replace", "path": "active", "value": False})
-        refusal = await stream.finished(request)
-    assert "revoked" in str(refusal) or "KEY" in str(refusal), refusal
+        assert (await stream.failed(request)).reason == "REQUEST_KILLED"
 
     async with service.session() as session:
         with pytest.raises(KeyInvalid):
@@ -357,10 +356,9 @@ async def test_a_version_that_is_not_the_present_one_is_refused(client: Client) 
     named = {"op": "replace", "path": "displayName", "value": "a"}
     assert (await client.patch(f"/Users/{user}", named, **{"if-match": 'W/"1"'}))[0] == 200
     for method in ("PUT", "PATCH", "DELETE"):
-        body = {"schemas": [PATCH, USER], "Operations": [named], "userName": "x"}
-        body = {key: body[key] for key in body if (key == "Operations") == (method == "PATCH")
-                or key == "schemas"} if method != "PUT" else {"schemas": [USER], "userName": "x"}
-        sent = None if method == "DELETE" else body
+        sent: Any = {"schemas": [USER], "userName": "x"} if method == "PUT" else None
+        if method == "PATCH":
+            sent = {"schemas": [PATCH], "Operations": [named]}
         status, _, _ = await client.send(method, f"/Users/{user}", sent, **{"if-match": 'W/"1"'})
         assert status == 412, method
 
@@ -444,7 +442,7 @@ async def test_large_groups_hold_no_other_request(
         answer = await client.patch(
             f"/Groups/{group}", {"op": "add", "path": "members", "value": values}
         )
-        assert answer == (204, None)
+        assert answer == (204, None), answer
     assert await client.members(group) == set(ids)
     more = await client.user(address())
     status, found = await client.patch(
@@ -458,4 +456,3 @@ async def test_large_groups_hold_no_other_request(
             text("SELECT max(length(after::text)) FROM audit_log WHERE action = 'scim_group.update'")
         )
     assert size < 12_000, "an entry lists the first ids only"
-    assert find_member

@@ -435,6 +435,11 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_members__pb2.SetGroupRoleRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_members__pb2.SetGroupRoleResponse.FromString,
                 _registered_method=True)
+        self.ErasePerson = channel.unary_unary(
+                '/weir.v1.AdminService/ErasePerson',
+                request_serializer=weir_dot_v1_dot_members__pb2.ErasePersonRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_members__pb2.ErasePersonResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -1019,6 +1024,15 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ErasePerson(self, request, context):
+        """Erases a person: name, address, identity and sessions, in all organizations. Its memberships and
+        keys end; keys that it made for programs stay. What it did stays in usage, bills and audit log
+        under its id. An erasure cannot be undone. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1406,6 +1420,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.SetGroupRole,
                     request_deserializer=weir_dot_v1_dot_members__pb2.SetGroupRoleRequest.FromString,
                     response_serializer=weir_dot_v1_dot_members__pb2.SetGroupRoleResponse.SerializeToString,
+            ),
+            'ErasePerson': grpc.unary_unary_rpc_method_handler(
+                    servicer.ErasePerson,
+                    request_deserializer=weir_dot_v1_dot_members__pb2.ErasePersonRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_members__pb2.ErasePersonResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -3494,6 +3513,33 @@ class AdminService:
             '/weir.v1.AdminService/SetGroupRole',
             weir_dot_v1_dot_members__pb2.SetGroupRoleRequest.SerializeToString,
             weir_dot_v1_dot_members__pb2.SetGroupRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ErasePerson(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ErasePerson',
+            weir_dot_v1_dot_members__pb2.ErasePersonRequest.SerializeToString,
+            weir_dot_v1_dot_members__pb2.ErasePersonResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -262,6 +262,11 @@ class AdminServiceStub:
     """Lets the group with a name give its members a role in the organization, or none. It applies at
     once, and to the members that the identity provider adds and removes later.
     """
+    ErasePerson: _grpc.UnaryUnaryMultiCallable[_members_pb2.ErasePersonRequest, _members_pb2.ErasePersonResponse]
+    """Erases a person: name, address, identity and sessions, in all organizations. Its memberships and
+    keys end; keys that it made for programs stay. What it did stays in usage, bills and audit log
+    under its id. An erasure cannot be undone. Idempotent.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -487,6 +492,11 @@ class AdminServiceAsyncStub(AdminServiceStub):
     SetGroupRole: _aio.UnaryUnaryMultiCallable[_members_pb2.SetGroupRoleRequest, _members_pb2.SetGroupRoleResponse]  # type: ignore[assignment]
     """Lets the group with a name give its members a role in the organization, or none. It applies at
     once, and to the members that the identity provider adds and removes later.
+    """
+    ErasePerson: _aio.UnaryUnaryMultiCallable[_members_pb2.ErasePersonRequest, _members_pb2.ErasePersonResponse]  # type: ignore[assignment]
+    """Erases a person: name, address, identity and sessions, in all organizations. Its memberships and
+    keys end; keys that it made for programs stay. What it did stays in usage, bills and audit log
+    under its id. An erasure cannot be undone. Idempotent.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -1172,6 +1182,17 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_members_pb2.SetGroupRoleResponse, _abc.Awaitable[_members_pb2.SetGroupRoleResponse]]:
         """Lets the group with a name give its members a role in the organization, or none. It applies at
         once, and to the members that the identity provider adds and removes later.
+        """
+
+    @_abc_1.abstractmethod
+    def ErasePerson(
+        self,
+        request: _members_pb2.ErasePersonRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_members_pb2.ErasePersonResponse, _abc.Awaitable[_members_pb2.ErasePersonResponse]]:
+        """Erases a person: name, address, identity and sessions, in all organizations. Its memberships and
+        keys end; keys that it made for programs stay. What it did stays in usage, bills and audit log
+        under its id. An erasure cannot be undone. Idempotent.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

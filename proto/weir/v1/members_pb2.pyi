@@ -1358,3 +1358,79 @@ class SetGroupRoleResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetGroupRoleResponse: _TypeAlias = SetGroupRoleResponse  # noqa: Y015
+
+@_typing.final
+class ErasePersonRequest(_message.Message):
+    """Erases a person."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PERSON_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    person: _builtins.str
+    """The person, by e-mail address or id. Unknown: NOT_FOUND. The last owner of an organization:
+    FAILED_PRECONDITION, LAST_OWNER.
+    """
+    dry_run: _builtins.bool
+    """Erases nothing, and returns what would be erased."""
+    def __init__(
+        self,
+        *,
+        person: _builtins.str = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "person", b"person"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ErasePersonRequest: _TypeAlias = ErasePersonRequest  # noqa: Y015
+
+@_typing.final
+class ErasePersonResponse(_message.Message):
+    """What was erased, or would be."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PERSON_ID_FIELD_NUMBER: _builtins.int
+    ORGANIZATIONS_FIELD_NUMBER: _builtins.int
+    KEY_COUNT_FIELD_NUMBER: _builtins.int
+    SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    INVITATION_COUNT_FIELD_NUMBER: _builtins.int
+    PROVISIONED_USER_COUNT_FIELD_NUMBER: _builtins.int
+    AUDIT_ENTRY_COUNT_FIELD_NUMBER: _builtins.int
+    person_id: _builtins.str
+    """UUID of the person, which stays."""
+    key_count: _builtins.int
+    """Number of keys that were revoked."""
+    session_count: _builtins.int
+    """Number of sessions that were deleted."""
+    invitation_count: _builtins.int
+    """Number of invitations that lost the address."""
+    provisioned_user_count: _builtins.int
+    """Number of users of identity providers that were deleted, with their names."""
+    audit_entry_count: _builtins.int
+    """Number of entries of the audit log that lost a name or an address."""
+    @_builtins.property
+    def organizations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the organizations whose membership ended."""
+
+    def __init__(
+        self,
+        *,
+        person_id: _builtins.str = ...,
+        organizations: _abc.Iterable[_builtins.str] | None = ...,
+        key_count: _builtins.int = ...,
+        session_count: _builtins.int = ...,
+        invitation_count: _builtins.int = ...,
+        provisioned_user_count: _builtins.int = ...,
+        audit_entry_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit_entry_count", b"audit_entry_count", "invitation_count", b"invitation_count", "key_count", b"key_count", "organizations", b"organizations", "person_id", b"person_id", "provisioned_user_count", b"provisioned_user_count", "session_count", b"session_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ErasePersonResponse: _TypeAlias = ErasePersonResponse  # noqa: Y015

@@ -14,6 +14,7 @@ import type {
   Person,
   Plan,
   PlanAssignment,
+  ProvisionedGroup,
   QuotaStatus,
   ServiceAccount,
   SimulatedCustomer,
@@ -170,6 +171,22 @@ export class AdminClient extends AdminCalls {
       const { listInvitations } = AdminService.method;
       const page = await this.connection.call(listInvitations, init, options);
       for (const each of page.invitations) yield wire.invitation(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
+    }
+  }
+
+  /** Yields the groups of an organization's identity provider by name, with their roles. */
+  async *listProvisionedGroups(
+    organization: string,
+    options: PageOptions = {},
+  ): AsyncGenerator<ProvisionedGroup, void, void> {
+    const { pageSize = 100 } = options;
+    for (let pageToken = ""; ; ) {
+      const init = { organization, pageSize, pageToken };
+      const { listProvisionedGroups } = AdminService.method;
+      const page = await this.connection.call(listProvisionedGroups, init, options);
+      for (const each of page.groups) yield wire.provisionedGroup(each);
       if (page.nextPageToken === "") return;
       pageToken = page.nextPageToken;
     }

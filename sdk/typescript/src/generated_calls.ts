@@ -50,6 +50,7 @@ import {
   type DrainedReplica,
   type EndUserLimits,
   type ErasedEndUser,
+  type ErasedPerson,
   type FleetVersion,
   type KilledRequest,
   type LiveView,
@@ -63,6 +64,7 @@ import {
   type PriceList,
   type PriceVersion,
   type Project,
+  type ProvisionedGroup,
   type QuotaDimension,
   type QuotaStatus,
   type QuotaSubject,
@@ -678,6 +680,21 @@ export interface DeleteServiceAccountOptions extends CallOptionsOf {
 export interface CreateSignInLinkOptions extends CallOptionsOf {
   /** How long the link works: more than zero, at most a day. Default: 15 minutes. */
   readonly lifetimeMs?: number | undefined;
+}
+
+/** Options of `erasePerson`. */
+export interface ErasePersonOptions extends CallOptionsOf {
+  /** Erases nothing, and returns what would be erased. */
+  readonly dryRun?: boolean | undefined;
+}
+
+/** Options of `setGroupRole`. */
+export interface SetGroupRoleOptions extends CallOptionsOf {
+  /**
+   * Name or id of the project of the members; a developer has access to no other. Empty: the oldest
+   * project.
+   */
+  readonly project?: string | undefined;
 }
 
 /** Options of `closeMonth`. */
@@ -2139,6 +2156,54 @@ export class AdminCalls extends UnaryClient {
     const method = AdminService.method.createSignInLink;
     const response = await this.connection.call(method, init, options, false);
     return response.url;
+  }
+
+  /**
+   * Erases a person: name, address, identity and sessions, in all organizations. Its memberships
+   * and keys end; keys that it made for programs stay. What it did stays in usage, bills and audit
+   * log under its id. An erasure cannot be undone. Idempotent.
+   *
+   * @param person The person, by e-mail address or id. Unknown: NotFound. The last owner of an
+   * organization: FailedPrecondition, LAST_OWNER.
+   */
+  async erasePerson(
+    person: string,
+    options: ErasePersonOptions = {},
+  ): Promise<ErasedPerson> {
+    const init = defined({
+      person: person,
+      dryRun: options.dryRun,
+    });
+    const method = AdminService.method.erasePerson;
+    const response = await this.connection.call(method, init, options);
+    return wire.erasedPerson(response);
+  }
+
+  /**
+   * Lets the group with a name give its members a role in the organization, or none. It applies at
+   * once, and to the members that the identity provider adds and removes later.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param group Name of the group, 1 to 255 characters. It need not be provisioned yet.
+   * @param role "owner", "admin", "developer", "finance" or "viewer". Empty: none. If a person is
+   * in several groups, the first of them in this order counts. A change that leaves no owner:
+   * FailedPrecondition, LAST_OWNER.
+   */
+  async setGroupRole(
+    organization: string,
+    group: string,
+    role: string,
+    options: SetGroupRoleOptions = {},
+  ): Promise<ProvisionedGroup> {
+    const init = defined({
+      organization: organization,
+      group: group,
+      role: role,
+      project: options.project,
+    });
+    const method = AdminService.method.setGroupRole;
+    const response = await this.connection.call(method, init, options);
+    return wire.provisionedGroup(response.group);
   }
 
 }

@@ -1145,6 +1145,22 @@ export interface Person {
   readonly deactivateTime: Date | undefined;
 }
 
+/** A group of an organization's identity provider, with the role that it gives. */
+export interface ProvisionedGroup {
+  /** UUID of the group. Empty: a role is set for its name, and it is not provisioned yet. */
+  readonly groupId: string;
+  /** Name of the group. Letter case does not matter. */
+  readonly group: string;
+  /** Number of its users. */
+  readonly memberCount: number;
+  /** Role of its members in the organization: see `ApiKey.role`. Empty: it gives none. */
+  readonly role: string;
+  /** UUID of the project of its members. Empty: the oldest one. */
+  readonly projectId: string;
+  /** Name of that project. */
+  readonly projectName: string;
+}
+
 /** A program of an organization that owns keys. */
 export interface ServiceAccount {
   /** Server-generated UUID. */
@@ -2100,6 +2116,24 @@ export interface TokenRevocation {
   readonly value: string;
   /** When the last of them would have expired, and the revocation is forgotten. */
   readonly expireTime: Date | undefined;
+}
+
+/** What was erased, or would be. */
+export interface ErasedPerson {
+  /** UUID of the person, which stays. */
+  readonly personId: string;
+  /** Names of the organizations whose membership ended. */
+  readonly organizations: readonly string[];
+  /** Number of keys that were revoked. */
+  readonly keyCount: number;
+  /** Number of sessions that were deleted. */
+  readonly sessionCount: number;
+  /** Number of invitations that lost the address. */
+  readonly invitationCount: number;
+  /** Number of users of identity providers that were deleted, with their names. */
+  readonly provisionedUserCount: number;
+  /** Number of entries of the audit log that lost a name or an address. */
+  readonly auditEntryCount: number;
 }
 
 /** Kind of a token, each of which has its own price. unspecified: newer than this client. */

@@ -137,18 +137,22 @@ import {
 } from "./gen/weir/v1/live_requests_pb.js";
 import {
   AcceptInvitationResponseSchema,
+  ErasePersonResponseSchema,
   InvitationSchema,
   InviteMemberResponseSchema,
   MemberSchema,
   PersonSchema,
+  ProvisionedGroupSchema,
   RemoveMemberResponseSchema,
   ResendInvitationResponseSchema,
   ServiceAccountSchema,
   type AcceptInvitationResponse as AcceptInvitationResponseMessage,
+  type ErasePersonResponse as ErasePersonResponseMessage,
   type Invitation as InvitationMessage,
   type InviteMemberResponse as InviteMemberResponseMessage,
   type Member as MemberMessage,
   type Person as PersonMessage,
+  type ProvisionedGroup as ProvisionedGroupMessage,
   type RemoveMemberResponse as RemoveMemberResponseMessage,
   type ResendInvitationResponse as ResendInvitationResponseMessage,
   type ServiceAccount as ServiceAccountMessage,
@@ -296,6 +300,7 @@ import {
   type EndUserLimits,
   type EndUserState,
   type ErasedEndUser,
+  type ErasedPerson,
   type FieldChange,
   type FleetChange,
   type FleetProcess,
@@ -337,6 +342,7 @@ import {
   type PriceSource,
   type PriceVersion,
   type Project,
+  type ProvisionedGroup,
   type QuotaStatus,
   type QuotaSubject,
   type Quote,
@@ -969,6 +975,19 @@ export function person(
     displayName: value.displayName,
     createTime: date(value.createTime),
     deactivateTime: date(value.deactivateTime),
+  };
+}
+
+export function provisionedGroup(
+  value: ProvisionedGroupMessage = create(ProvisionedGroupSchema),
+): ProvisionedGroup {
+  return {
+    groupId: value.groupId,
+    group: value.group,
+    memberCount: count(value.memberCount),
+    role: value.role,
+    projectId: value.projectId,
+    projectName: value.projectName,
   };
 }
 
@@ -1606,6 +1625,20 @@ export function tokenRevocation(
     claim: value.claim,
     value: value.value,
     expireTime: date(value.expireTime),
+  };
+}
+
+export function erasedPerson(
+  value: ErasePersonResponseMessage = create(ErasePersonResponseSchema),
+): ErasedPerson {
+  return {
+    personId: value.personId,
+    organizations: value.organizations,
+    keyCount: count(value.keyCount),
+    sessionCount: count(value.sessionCount),
+    invitationCount: count(value.invitationCount),
+    provisionedUserCount: count(value.provisionedUserCount),
+    auditEntryCount: count(value.auditEntryCount),
   };
 }
 

@@ -18,6 +18,7 @@ from weir_cli.connection import (
     organization_or_default,
 )
 from weir_cli.render import JsonOption, Table, note, print_json
+from weir_cli.tenants import has_terminal
 from weir_cli.texts import parse_span, parsed, time_text
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ service_account = typer.Typer(
     help="Create, list, change and delete service accounts.", no_args_is_help=True
 )
 person = typer.Typer(
-    help="List, rename, deactivate and reactivate persons of all organizations.",
+    help="List, rename, deactivate, reactivate and erase persons of all organizations.",
     no_args_is_help=True,
 )
 
@@ -361,6 +362,35 @@ def deactivate_person(client: AdminClient, person_ref: PersonArgument) -> Person
 def reactivate_person(client: AdminClient, person_ref: PersonArgument) -> Person:
     """Accept the keys of a person again, as they were."""
     return client.reactivate_person(person_ref)
+
+
+@person.command("erase")
+@calls(admin_client)
+def erase_person(
+    client: AdminClient,
+    person_ref: PersonArgument,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be erased, and erase nothing.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+) -> Output:
+    """Erase a person for ever: name, address and sign-in, in all organizations.
+
+    Its memberships and keys end. What it did stays in usage, bills and audit log, under its id.
+    """
+    if not (yes or dry_run):
+        if not has_terminal():
+            raise typer.BadParameter("give --yes: there is no terminal to ask", param_hint="--yes")
+        question = f"Erase {person_ref!r} from all organizations, for ever?"
+        typer.confirm(question, abort=True, err=True)
+    erased = client.erase_person(person_ref, dry_run=dry_run)
+    left = ", ".join(erased.organizations) or "none"
+    return erased, (
+        f"{'would erase' if dry_run else 'erased'} the person {erased.person_id}; memberships that"
+        f" end: {left}; keys: {erased.key_count}, sessions: {erased.session_count}, invitations:"
+        f" {erased.invitation_count}, provisioned users: {erased.provisioned_user_count}, audit"
+        f" entries that lose a name: {erased.audit_entry_count}"
+    )
 
 
 @person.command("sign-in")

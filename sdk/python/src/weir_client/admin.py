@@ -19,6 +19,7 @@ from weir_client.generated_values import (
     Person,
     Plan,
     PlanAssignment,
+    ProvisionedGroup,
     QuotaStatus,
     ServiceAccount,
     SimulatedCustomer,
@@ -136,6 +137,18 @@ class AsyncAdminClient(AsyncAdminCalls):
 
     list_invitations = items_of(_invitation_pages)
 
+    async def _group_pages(
+        self, organization: str, *, page_size: int = 100
+    ) -> AsyncIterator[list[ProvisionedGroup]]:
+        """Yield the groups of an organization's identity provider by name, with their roles."""
+        request = members_pb2.ListProvisionedGroupsRequest(
+            organization=organization, page_size=page_size
+        )
+        async for page in self._pages(self._stub.ListProvisionedGroups, request):
+            yield [wire.read(ProvisionedGroup, each) for each in page.groups]
+
+    list_provisioned_groups = items_of(_group_pages)
+
     async def _service_account_pages(
         self, organization: str, *, page_size: int = 100
     ) -> AsyncIterator[list[ServiceAccount]]:
@@ -230,6 +243,7 @@ class AdminClient(BlockingAdminCalls):
     list_audit_entries = blocking_items(AsyncAdminClient._audit_pages)
     list_members = blocking_items(AsyncAdminClient._member_pages)
     list_invitations = blocking_items(AsyncAdminClient._invitation_pages)
+    list_provisioned_groups = blocking_items(AsyncAdminClient._group_pages)
     list_service_accounts = blocking_items(AsyncAdminClient._service_account_pages)
     list_persons = blocking_items(AsyncAdminClient._person_pages)
     simulate_prices = blocking(AsyncAdminClient.simulate_prices)

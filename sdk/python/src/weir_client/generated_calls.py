@@ -54,6 +54,7 @@ from weir_client.generated_values import (
     DrainedReplica,
     EndUserLimits,
     ErasedEndUser,
+    ErasedPerson,
     FleetVersion,
     KilledRequest,
     LiveView,
@@ -67,6 +68,7 @@ from weir_client.generated_values import (
     PriceList,
     PriceVersion,
     Project,
+    ProvisionedGroup,
     QuotaDimension,
     QuotaStatus,
     QuotaSubject,
@@ -1454,6 +1456,43 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.CreateSignInLink, request, idempotent=False)
         return response.url
 
+    async def erase_person(self, person: str, *, dry_run: bool = False) -> ErasedPerson:
+        """Erases a person: name, address, identity and sessions, in all organizations. Its
+        memberships and keys end; keys that it made for programs stay. What it did stays in usage,
+        bills and audit log under its id. An erasure cannot be undone. Idempotent.
+
+        `person`: The person, by e-mail address or id. Unknown: NotFound. The last owner of an
+            organization: FailedPrecondition, LAST_OWNER.
+        `dry_run`: Erases nothing, and returns what would be erased.
+        """
+        request = wire.request(members_pb2.ErasePersonRequest, person=person, dry_run=dry_run)
+        response = await self._call(self._stub.ErasePerson, request)
+        return wire.read(ErasedPerson, response)
+
+    async def set_group_role(
+        self, organization: str, group: str, role: str, *, project: str = ""
+    ) -> ProvisionedGroup:
+        """Lets the group with a name give its members a role in the organization, or none. It
+        applies at once, and to the members that the identity provider adds and removes later.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `group`: Name of the group, 1 to 255 characters. It need not be provisioned yet.
+        `role`: "owner", "admin", "developer", "finance" or "viewer". Empty: none. If a person is in
+            several groups, the first of them in this order counts. A change that leaves no owner:
+            FailedPrecondition, LAST_OWNER.
+        `project`: Name or id of the project of the members; a developer has access to no other.
+            Empty: the oldest project.
+        """
+        request = wire.request(
+            members_pb2.SetGroupRoleRequest,
+            organization=organization,
+            group=group,
+            role=role,
+            project=project,
+        )
+        response = await self._call(self._stub.SetGroupRole, request)
+        return wire.read(ProvisionedGroup, response.group)
+
 
 class BlockingAdminCalls(BlockingUnaryClient):
     """Blocking twins of `AsyncAdminCalls`."""
@@ -1522,6 +1561,8 @@ class BlockingAdminCalls(BlockingUnaryClient):
     deactivate_person = blocking(AsyncAdminCalls.deactivate_person)
     reactivate_person = blocking(AsyncAdminCalls.reactivate_person)
     create_sign_in_link = blocking(AsyncAdminCalls.create_sign_in_link)
+    erase_person = blocking(AsyncAdminCalls.erase_person)
+    set_group_role = blocking(AsyncAdminCalls.set_group_role)
 
 
 class AsyncBillingCalls(UnaryClient):

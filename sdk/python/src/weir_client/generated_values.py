@@ -1241,6 +1241,24 @@ class Person(Value):
 
 
 @dataclass(frozen=True, slots=True)
+class ProvisionedGroup(Value):
+    """A group of an organization's identity provider, with the role that it gives."""
+
+    group_id: str = ""
+    """UUID of the group. Empty: a role is set for its name, and it is not provisioned yet."""
+    group: str = ""
+    """Name of the group. Letter case does not matter."""
+    member_count: int = 0
+    """Number of its users."""
+    role: str = ""
+    """Role of its members in the organization: see `ApiKey.role`. Empty: it gives none."""
+    project_id: str = ""
+    """UUID of the project of its members. Empty: the oldest one."""
+    project_name: str = ""
+    """Name of that project."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceAccount(Value):
     """A program of an organization that owns keys."""
 
@@ -2256,6 +2274,26 @@ class TokenRevocation(Value):
     """Its value."""
     expire_time: datetime | None = None
     """When the last of them would have expired, and the revocation is forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErasedPerson(Value):
+    """What was erased, or would be."""
+
+    person_id: str = ""
+    """UUID of the person, which stays."""
+    organizations: tuple[str, ...] = ()
+    """Names of the organizations whose membership ended."""
+    key_count: int = 0
+    """Number of keys that were revoked."""
+    session_count: int = 0
+    """Number of sessions that were deleted."""
+    invitation_count: int = 0
+    """Number of invitations that lost the address."""
+    provisioned_user_count: int = 0
+    """Number of users of identity providers that were deleted, with their names."""
+    audit_entry_count: int = 0
+    """Number of entries of the audit log that lost a name or an address."""
 
 
 class TokenKind(StrEnum):
