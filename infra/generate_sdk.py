@@ -76,16 +76,22 @@ NAMES = {
 # Values that calls written by hand return or take; the others are found from the generated calls.
 ROOTS = (
     "Alert", "AuditEntry", "EndUser", "FinishReason", "Generation", "GetForecastResponse",
-    "GetOwnUsageResponse", "GetUsageResponse", "Invitation", "Invoice", "KeyRestrictions", "Model",
-    "Member", "MonthExportFormat", "Plan", "PlanAssignment", "ProgressFrame.Stage", "QuoteResponse",
+    "GetOwnUsageResponse", "GetUsageResponse", "Invitation", "Invoice", "KeyRestrictions",
+    "ListPlansResponse", "Model", "MonthExportFormat", "Plan", "PlanAssignment",
+    "ProgressFrame.Stage", "QuoteResponse",
     "ResalePrice", "ResaleStatement", "ResaleStatementFormat", "ReplicaRental", "SimulatedCustomer",
-    "Person", "ProvisionedGroup", "ServiceAccount", "Timings",
-    "TokenLogprobs", "UsageGrouping",
+    "Timings", "TokenLogprobs", "UsageGrouping",
 )  # fmt: skip
 # Values written by hand, and the modules that have them.
 WRITTEN = {"Money": "weir_client.money", "Receipt": "weir_client.receipts"}
 # The bases that give values their behaviour, in `plain.py`
 BASES = {"QuotaStatus": "LimitName", "UsageRow": "TokenSums"}
+# The arguments of lists that are read page by page, with their comments; empty: not an argument.
+PAGE_ARGUMENTS = {
+    "page_size": "Number of items per call to the server, 1 to 1000.",
+    "page_token": "",
+}
+PAGE_SIZE = 100
 Comments = Mapping[Any, str]  # by the path of an element in its file
 # Fields that are None where the message has nothing, or 0.
 OPTIONAL = frozenset({
@@ -151,9 +157,10 @@ TYPESCRIPT_ROOTS = ("AppliedPrice.Source", "ChargeKind")  # texts in Python
 AS_JSON = ("PlanConfiguration", "QuotaConfiguration")
 # TypeScript counts receipts and verifies exported ones, Python reads them too. Pages are read to
 # their end.
-TYPESCRIPT_LEFT_OUT = frozenset({"Generation.receipts", "UsagePage.next_page_token"})
+PAGE_TOKENS = frozenset({"PlanList.next_page_token", "UsagePage.next_page_token"})
+TYPESCRIPT_LEFT_OUT = frozenset({"Generation.receipts", *PAGE_TOKENS})
 IN_PYTHON_ONLY = frozenset({*AS_JSON})
-LEFT_OUT = frozenset({"UsagePage.next_page_token"})
+LEFT_OUT = PAGE_TOKENS
 # Fields that the client adds: type, default, options and comment.
 ADDED = {
     "Invoice": {"credit_notes": ("tuple[Adjustment, ...]", "()", "", "Its credit notes.")},
@@ -203,7 +210,6 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         ),
         "WithdrawPrice": "organization model",
         "ListPrices": "organization?",
-        "ListPlans": "name?",
         "GrantCredit": "organization amount_picos *last_month *reason",
         "ListCreditGrants": "organization?",
         "GetCreditBalance": "organization",
@@ -228,6 +234,11 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "GetFleet": "number?",
         "ApplyFleet": "document?",
         "ListFleetVersions": "",
+        "ListMembers": "organization",
+        "ListInvitations": "organization",
+        "ListServiceAccounts": "organization",
+        "ListProvisionedGroups": "organization",
+        "ListPersons": "",
         "InviteMember": "organization email role",
         "ResendInvitation": "invitation_id",
         "RevokeInvitation": "invitation_id",
@@ -573,8 +584,14 @@ def arguments_of(found: Contract, method: Any, form: str) -> list[Argument]:
         named[original] = (name or original, not by_name, optional, default)
     found_arguments = []
     for each, comment in zip(request.proto.field, request.comments, strict=True):
+        if has_pages(found, method) and each.name in PAGE_ARGUMENTS:
+            comment = PAGE_ARGUMENTS[each.name]
+            if not comment:
+                continue
         name, positional, optional, stated = named.get(each.name, (each.name, False, True, ""))
         kind, default = argument_type(found, method, each, name)
+        if each.name == "page_size" and has_pages(found, method):
+            stated = str(PAGE_SIZE)
         if each.name in named and not optional and not stated:
             default = ""
             kind = kind.removesuffix(" | None")
@@ -622,7 +639,7 @@ def result_of(found: Contract, method: Any) -> tuple[str, str, str]:
     assert response is not None
     if response.name in NAMES:
         return response.value, response.value, ""
-    fields = {each.name: each for each in response.proto.field}
+    fields = {each.name: each for each in response.proto.field if each.name != "next_page_token"}
     [name] = [RESULTS[method.name]] if method.name in RESULTS else fields
     each = fields[name]
     kind, _ = type_of(found, response.name, each)
@@ -641,7 +658,12 @@ def call(found: Contract, method: Any, comment: str, form: str) -> Iterator[str]
         if not each.positional and "*" not in shown:
             shown.append("*")
         shown.append(f"{each.name}: {each.type}" + (f" = {each.default}" if each.default else ""))
-    yield f"    async def {snake(method.name)}({', '.join(shown)}) -> {kind}:"
+    pages = has_pages(found, method)
+    if pages:
+        kind = f"AsyncIterator[{kind}]"
+    yield f"    async def {pages_name(method) if pages else snake(method.name)}("
+    yield f"        {', '.join(shown)}"
+    yield f"    ) -> {kind}:"
     yield from paragraphs(found.text(comment), " " * 8, '"""')
     if arguments:
         yield ""
@@ -659,6 +681,13 @@ def call(found: Contract, method: Any, comment: str, form: str) -> Iterator[str]
     assert request is not None
     sent = ", ".join(f"{each.field}={sent_value(method, each)}" for each in arguments)
     yield f"        request = wire.request({request.module}.{request.name}, {sent})"
+    if pages:
+        yield f"        async for page in self._pages(self._stub.{method.name}, request):"
+        yield f"            yield [wire.read({value}, each) for each in page.{result}]"
+        yield ""
+        yield f"    {snake(method.name)} = items_of({pages_name(method)})"
+        yield ""
+        return
     once = ", idempotent=False" if method.name in ONCE else ""
     yield f"        response = await self._call(self._stub.{method.name}, request{once})"
     if value == "None":
@@ -668,6 +697,17 @@ def call(found: Contract, method: Any, comment: str, form: str) -> Iterator[str]
     else:
         yield f"        return wire.read({value}, response{'.' if result else ''}{result})"
     yield ""
+
+
+def has_pages(found: Contract, method: Any) -> bool:
+    """Return True if the call lists page by page, so that the client yields items."""
+    response = found.of(method.output_type)
+    assert response is not None
+    return any(each.name == "next_page_token" for each in response.proto.field)
+
+
+def pages_name(method: Any) -> str:
+    return f"_{snake(method.name)}_pages"
 
 
 def sent_value(method: Any, argument: Argument) -> str:
@@ -709,7 +749,12 @@ def calls_module(found: Contract) -> str:
             f"class Blocking{stem}Calls(BlockingUnaryClient):",
             f'    """Blocking twins of `Async{stem}Calls`."""',
             "",
-            *(f"    {snake(n)} = blocking(Async{stem}Calls.{snake(n)})" for n in forms),
+            *(
+                f"    {snake(n)} = blocking_items(Async{stem}Calls.{pages_name(methods[n])})"
+                if has_pages(found, methods[n])
+                else f"    {snake(n)} = blocking(Async{stem}Calls.{snake(n)})"
+                for n in forms
+            ),
             "",
         ]
     text = "\n".join(body)
@@ -723,17 +768,17 @@ def calls_module(found: Contract) -> str:
     lines = [
         HEAD.format(title="Unary calls of the administrators' clients."),
         "import uuid",
-        "from collections.abc import Mapping, Sequence",
+        "from collections.abc import AsyncIterator, Mapping, Sequence",
         "from datetime import datetime, timedelta",
         "from typing import Any",
         "",
         f"from weir.v1 import {', '.join(sorted(modules))}",
         "",
         "from weir_client import wire",
-        "from weir_client.blocking import BlockingUnaryClient, blocking",
+        "from weir_client.blocking import BlockingUnaryClient, blocking, blocking_items",
         f"from weir_client.generated_values import {', '.join(used)}",
         "from weir_client.money import Money",
-        "from weir_client.unary import UnaryClient",
+        "from weir_client.unary import UnaryClient, items_of",
         "",
     ]
     return "\n".join(lines) + text
@@ -995,6 +1040,8 @@ def typescript_call(found: Contract, service: str, method: Any, comment: str, fo
             init = "{} ?? randomUUID()"
         if not each.default:
             init = init.removeprefix("{} && ")  # it is always there
+        if each.field == "page_size" and has_pages(found, method):
+            init = f"{{}} ?? {PAGE_SIZE}"
         init = init.replace("{}", access).replace("#", name)
         line = f"      {camel(each.field)}: {init},"
         if len(line) > COLUMNS_MAX:
@@ -1005,6 +1052,7 @@ def typescript_call(found: Contract, service: str, method: Any, comment: str, fo
     if kind == "int":
         kind, value = "number", "Count"
     kind = kind.replace("bytes", "Uint8Array").replace("str", "string")
+    pages = has_pages(found, method)
     read = value[:1].lower() + value[1:]
     answer = f"response.{camel(result)}" if result else "response"
     if value != "None":
@@ -1026,6 +1074,27 @@ def typescript_call(found: Contract, service: str, method: Any, comment: str, fo
         body.append("   *")
     for text in documented:
         body += paragraphs(text, "   * ")
+    if pages:
+        body += [
+            "   */",
+            f"  async *{name}(",
+            *(f"    {each}," for each in parameters),
+            f"  ): AsyncGenerator<{kind.removesuffix('[]')}, void, void> {{",
+            f"    const method = {service}.method.{name};",
+            '    for (let pageToken = ""; ; ) {',
+            "      const init = defined({",
+            *(f"  {each}" for each in inits),
+            "        pageToken,",
+            "      });",
+            "      const page = await this.connection.call(method, init, options);",
+            f"      for (const each of page.{camel(result)}) yield wire.{read}(each);",
+            '      if (page.nextPageToken === "") return;',
+            "      pageToken = page.nextPageToken;",
+            "    }",
+            "  }",
+            "",
+        ]
+        return "\n".join(lines) + "\0" + "\n".join(body)
     body += [
         "   */",
         f"  async {name}(",

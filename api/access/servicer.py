@@ -20,12 +20,14 @@ from google.protobuf.message import Message
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.access.auth import Authenticator
+from api.access.pages import read_page
 from api.access.permissions import READERS
 from api.access.roles import Role, is_operator, role_of
 from api.core import wire
 from api.core.errors import TooManyReports
 from api.core.interceptor import Context
 from metering.core.errors import NotFound
+from metering.core.pages import PAGE_SIZE
 from metering.store.border import Actor, acting
 from metering.store.db import Sessions, patience, read_one_moment
 from metering.tenants import admin_requests
@@ -229,22 +231,32 @@ def reading(query: Callable[..., Awaitable[M]]) -> Callable[[S, Any, Context], A
 
 
 def listing(
-    response: type[M], query: Callable[..., Awaitable[Any]], message: Callable[[Any], Message]
+    response: type[M],
+    query: Callable[..., Awaitable[Any]],
+    message: Callable[[Any], Message],
+    *,
+    page_size: int = PAGE_SIZE,
 ) -> Callable[[S, Any, Context], Awaitable[M]]:
     """Make an RPC that lists, as `reading` does. `message` converts the records of the query.
 
     If the response has pages, the query returns a page of records and the token of the next page.
+    Requests without a page size get `page_size`: 0 stands for the whole list, see `read_page`.
     """
     [name] = [each.name for each in response.DESCRIPTOR.fields if each.is_repeated]
-    has_pages = "next_page_token" in response.DESCRIPTOR.fields_by_name
 
     @functools.wraps(query)
-    async def answer(session: AsyncSession, **fields: Any) -> M:
-        found = await query(session, **fields)
-        records, rest = (found[0], {"next_page_token": found[1]}) if has_pages else (found, {})
-        return response(**{name: map(message, records)}, **rest)
+    async def whole(session: AsyncSession, **fields: Any) -> M:
+        return response(**{name: map(message, await query(session, **fields))})
 
-    return reading(answer)
+    @functools.wraps(query)
+    async def paged(session: AsyncSession, *, page_token: str, **fields: Any) -> M:
+        size = fields.pop("page_size", page_size)
+        reads = functools.partial(query, session, **fields)
+        messages, following = await read_page(reads, message, page_size=size, page_token=page_token)
+        return response(**{name: messages}, next_page_token=following)
+
+    has_pages = "next_page_token" in response.DESCRIPTOR.fields_by_name
+    return reading(paged if has_pages else whole)
 
 
 async def removed(removal: Awaitable[object], *, allow_missing: bool) -> bool:

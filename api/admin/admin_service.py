@@ -17,9 +17,11 @@ from weir.v1 import admin_service_pb2 as pb
 from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import alerts_pb2 as alert_pb
 from weir.v1 import fleet_pb2 as fleet_pb
+from weir.v1 import plans_pb2 as plan_pb
 from weir.v1 import tokens_pb2 as token_pb
 
 from api.access.auth import Authenticator
+from api.access.pages import WHOLE, as_it_is
 from api.access.roles import is_operator
 from api.access.servicer import (
     AuthenticatedServicer,
@@ -54,6 +56,7 @@ from api.admin.tenant_calls import (
     QuotaCalls,
     TenantCalls,
     key_message,
+    keys,
     organizations,
     projects,
 )
@@ -74,7 +77,7 @@ from metering.invoicing.invoice_document import Issuer
 from metering.quotas.quota_states import subject_names
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
-from metering.tenants.api_keys import list_api_keys, subject_ids
+from metering.tenants.api_keys import subject_ids
 from metering.tenants.members import person_id_of
 from metering.tenants.token_issuers import list_token_issuers
 
@@ -98,7 +101,7 @@ class WebhookCalls(AuthenticatedServicer):
                 " them. Ask the operator to set this one."
             )
         if earlier:
-            existing = await webhooks.list_webhooks(acting.session, organization=earlier)
+            existing, _ = await webhooks.list_webhooks(acting.session, organization=earlier)
             found = webhook_message(existing[0]) if existing else None
             return earlier, alert_pb.SetAlertWebhookResponse(webhook=found)
         state, secret = await webhooks.set_webhook(
@@ -182,22 +185,29 @@ def audit_message(named: tuple[AuditEntry, Mapping[str, str]]) -> pb.AuditEntry:
 class AdminReads(AuthenticatedServicer):
     """RPCs of `AdminService` that read the database: their queries, and messages of the records."""
 
-    ListOrganizations = reading(organizations)
-    ListProjects = reading(projects)
-    ListApiKeys = listing(pb.ListApiKeysResponse, list_api_keys, key_message)
+    ListOrganizations = listing(
+        pb.ListOrganizationsResponse, organizations, as_it_is, page_size=WHOLE
+    )
+    ListProjects = listing(pb.ListProjectsResponse, projects, as_it_is, page_size=WHOLE)
+    ListApiKeys = listing(pb.ListApiKeysResponse, keys, key_message, page_size=WHOLE)
     ListPrices = reading(price_lists)
     ListPlans = reading(plan_lists)
-    ListCreditGrants = reading(credit_grants)
+    ListCreditGrants = listing(
+        plan_pb.ListCreditGrantsResponse, credit_grants, as_it_is, page_size=WHOLE
+    )
     GetCreditBalance = reading(credit_balance)
     ListAlertWebhooks = listing(
-        alert_pb.ListAlertWebhooksResponse, webhooks.list_webhooks, webhook_message
+        alert_pb.ListAlertWebhooksResponse,
+        webhooks.list_webhooks,
+        webhook_message,
+        page_size=WHOLE,
     )
     ListFleetVersions = listing(
         fleet_pb.ListFleetVersionsResponse, fleet_versions.list_versions, version_message
     )
     ListAuditEntries = listing(pb.ListAuditEntriesResponse, audit_entries, audit_message)
     ListTokenIssuers = listing(
-        token_pb.ListTokenIssuersResponse, list_token_issuers, issuer_message
+        token_pb.ListTokenIssuersResponse, list_token_issuers, issuer_message, page_size=WHOLE
     )
 
     async def ExportAuditEntries(

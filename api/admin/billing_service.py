@@ -34,6 +34,7 @@ from weir.v1 import resale_pb2 as resale_pb
 from weir.v1 import usage_reports_pb2 as usage_pb
 
 from api.access.auth import Authenticator
+from api.access.pages import WHOLE
 from api.access.roles import is_operator, role_of
 from api.access.servicer import (
     AuthenticatedServicer,
@@ -114,6 +115,7 @@ FILE_NAMES = {
         "text/csv; charset=utf-8",
     ),
 }
+RECEIPTS_PER_PAGE = 500
 END_USER_STATES: Mapping[int, EndUserState | None] = {
     end_user_pb.END_USER_STATE_UNSPECIFIED: None,
     **{
@@ -278,10 +280,11 @@ async def visible_months(
 
 
 async def visible_adjustments(
-    session: AsyncSession, *, organization: str, undecided_only: bool
-) -> Sequence[AdjustmentRecord]:
+    session: AsyncSession, *, organization: str, **page: Any
+) -> tuple[Sequence[AdjustmentRecord], str]:
+    """List a page of the adjustments of an organization."""
     owner = await find_organization(session, organization)
-    return await adjustments.list_adjustments(session, owner.id, undecided_only=undecided_only)
+    return await adjustments.list_adjustments(session, owner.id, **page)
 
 
 async def visible_receipts(
@@ -380,7 +383,7 @@ async def invoice_of(
         if found is None:
             raise NotFound("invoice", f"{owner.name} {month}")
         row = found
-    notes = await adjustments.list_adjustments(session, row.organization_id, invoice_id=row.id)
+    notes = await adjustments.credit_notes_of(session, row.id)
     invoice = await read_invoice(session, row)
     payments = await payments_by_month(session, row.organization_id)
     return months_pb2.GetInvoiceResponse(
@@ -455,7 +458,7 @@ class BillingReads(AuthenticatedServicer):
     GetEndUser = reading(visible_end_user)
     ListMonths = reading(visible_months)
     ListAdjustments = listing(
-        months_pb2.ListAdjustmentsResponse, visible_adjustments, adjustment_message
+        months_pb2.ListAdjustmentsResponse, visible_adjustments, adjustment_message, page_size=WHOLE
     )
     GetForecast = reading(forecast_of)
     GetInvoice = reading(invoice_of)
@@ -870,7 +873,10 @@ class ReceiptReads(AuthenticatedServicer):
         receipt_pb.ListReceiptKeysResponse, list_receipt_keys, receipt_key_message
     )
     ListReceipts = listing(
-        receipt_pb.ListReceiptsResponse, visible_receipts, proven_receipt_message
+        receipt_pb.ListReceiptsResponse,
+        visible_receipts,
+        proven_receipt_message,
+        page_size=RECEIPTS_PER_PAGE,
     )
     GetReceiptMonth = reading(receipt_month_of)
 
@@ -892,7 +898,12 @@ class ReceiptServicer(ReceiptReads, pb_grpc.ReceiptServiceServicer):
 class HashedReceiptReads(ReceiptReads):
     """RPCs of `ReceiptService` that show the hashes of end users and labels only."""
 
-    ListReceipts = listing(receipt_pb.ListReceiptsResponse, visible_receipts, receipt_message)
+    ListReceipts = listing(
+        receipt_pb.ListReceiptsResponse,
+        visible_receipts,
+        receipt_message,
+        page_size=RECEIPTS_PER_PAGE,
+    )
 
 
 class HashedReceiptServicer(HashedReceiptReads, ReceiptServicer):

@@ -12,6 +12,7 @@ from weir.v1 import admin_service_pb2 as pb
 from weir.v1 import plans_pb2 as plan_pb
 from weir.v1 import prices_pb2 as price_pb
 
+from api.access.pages import RECORD_BYTES_MAX, as_it_is, read_page
 from api.access.servicer import AuthenticatedServicer, CallerTransaction, once
 from api.admin.configuration_calls import price_terms
 from api.core import wire
@@ -241,28 +242,37 @@ class PlanCalls(AuthenticatedServicer):
 
 
 async def plan_lists(
-    session: AsyncSession, *, name: str, organization: str
+    session: AsyncSession, *, name: str, page_token: str, page_size: int = 0, organization: str
 ) -> plan_pb.ListPlansResponse:
-    """List plans and their assignments to organizations."""
-    assignments = [
-        each
-        for each in await plan_admin.list_assignments(session, organization=organization)
-        if not name or (each.plan and each.plan.name == name)
-    ]
-    names = await organization_names(session, {each.organization_id for each in assignments})
-    return plan_pb.ListPlansResponse(
-        plans=map(plan_message, await plan_admin.list_plans(session, name=name)),
-        assignments=[assignment_message(each, names) for each in assignments],
+    """List a page of the assignments of plans, and on the first page all plans."""
+    plans = [] if page_token else await plan_admin.list_plans(session, name=name)
+    response = plan_pb.ListPlansResponse(plans=map(plan_message, plans))
+
+    async def assignments(**page: Any) -> tuple[list[plan_pb.PlanAssignment], str]:
+        found, following = await plan_admin.list_assignments(
+            session, name=name, organization=organization, **page
+        )
+        names = await organization_names(session, {each.organization_id for each in found})
+        return [assignment_message(each, names) for each in found], following
+
+    messages, response.next_page_token = await read_page(
+        assignments,
+        as_it_is,
+        page_size=page_size,
+        page_token=page_token,
+        bytes_max=max(RECORD_BYTES_MAX - response.ByteSize(), 0),
     )
+    response.assignments.extend(messages)
+    return response
 
 
 async def credit_grants(
-    session: AsyncSession, *, organization: str
-) -> plan_pb.ListCreditGrantsResponse:
-    """List the credit grants of an organization, or all."""
-    found = await prepaid.list_grants(session, organization=organization)
+    session: AsyncSession, **page: Any
+) -> tuple[list[plan_pb.CreditGrant], str]:
+    """List a page of the credit grants of an organization, or of all."""
+    found, following = await prepaid.list_grants(session, **page)
     names = await organization_names(session, {each.organization_id for each in found})
-    return plan_pb.ListCreditGrantsResponse(grants=[grant_message(each, names) for each in found])
+    return [grant_message(each, names) for each in found], following
 
 
 async def credit_balance(

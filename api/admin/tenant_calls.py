@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as pb
 from weir.v1 import closures_pb2
 from weir.v1.types_pb2 import QuotaStatus
 
+from api.access.pages import read_page
 from api.access.permissions import check_may_give, check_permissions
 from api.access.roles import is_operator
 from api.access.servicer import AuthenticatedServicer, CallerTransaction, once, removed
@@ -22,7 +24,7 @@ from api.core.messages import effective_quota_statuses, parse_billing_profile, q
 from inference.routing.router import Router
 from metering import closures
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import Organization, Project, Suspension, values_of
+from metering.core.models import Organization, Project, values_of
 from metering.invoicing.documents import check_shown
 from metering.invoicing.invoice_document import Issuer
 from metering.plans.prepaid import RemainingCredit
@@ -34,8 +36,6 @@ from metering.store.db import database_now
 from metering.tenants import admin_requests, api_keys, suspensions, tenants
 from metering.tenants.api_keys import KeyOwner, find_api_key
 from metering.tenants.billing_profiles import (
-    BillingProfile,
-    billing_profile,
     billing_profiles,
     set_billing_profile,
 )
@@ -44,7 +44,6 @@ from metering.tenants.key_terms import KeyTerms
 from metering.tenants.networks import excludes
 from metering.tenants.queue_weights import (
     DEFAULT_MILLI,
-    queue_weight,
     queue_weights,
     set_queue_weight,
 )
@@ -59,6 +58,12 @@ ALLOW_ALL = {
     "allowed_networks": ("all_networks", "networks"),
 }
 
+# Whether the keys of a state have ended; None for those of all states.
+KEY_STATES: Mapping[int, bool | None] = {
+    pb.API_KEY_STATE_UNSPECIFIED: None,
+    pb.API_KEY_STATE_VALID: False,
+    pb.API_KEY_STATE_ENDED: True,
+}
 REMAINING_CREDITS = {
     int(closures_pb2.RemainingCredit.Value(f"REMAINING_CREDIT_{each.name}")): each
     for each in RemainingCredit
@@ -382,66 +387,54 @@ class TenantCalls(AuthenticatedServicer):
         return partial(replace, **terms)
 
 
-async def organizations(session: AsyncSession) -> pb.ListOrganizationsResponse:
-    """List all organizations, with their billing profiles, queue weights and regions."""
-    profiles, weights = await billing_profiles(session), await queue_weights(session)
-    suspended = await suspensions.suspensions_of_organizations(session)
-    closed = await closures.closures_of(session, suspended.values())
-    bound = await tenants.organization_regions(session)
-    found = await tenants.list_organizations(session)
-    return pb.ListOrganizationsResponse(
-        organizations=[
-            organization_message(
-                each,
-                profiles.get(each.id),
-                weights.get(each.id, DEFAULT_MILLI),
-                suspended.get(each.id),
-                closed.get(each.id),
-                bound.get(each.id, ""),
-            )
-            for each in found
-        ]
-    )
+async def organizations(session: AsyncSession, **page: Any) -> tuple[list[pb.Organization], str]:
+    """List a page of organizations. Raises: NotFound, InvalidValue."""
+    found, following = await tenants.list_organizations(session, **page)
+    return await organization_messages(session, found), following
 
 
 async def described(session: AsyncSession, organization: Organization) -> pb.Organization:
     """Describe an organization, with its billing profile, queue weight, suspension and region."""
-    suspended = await suspensions.suspensions_of_organizations(session, organization.id)
+    [message] = await organization_messages(session, [organization])
+    return message
+
+
+async def organization_messages(
+    session: AsyncSession, found: Sequence[Organization]
+) -> list[pb.Organization]:
+    ids = [each.id for each in found]
+    profiles, weights = await billing_profiles(session, ids), await queue_weights(session, ids)
+    suspended = await suspensions.suspensions_of_organizations(session, ids)
     closed = await closures.closures_of(session, suspended.values())
-    return organization_message(
-        organization,
-        await billing_profile(session, organization.id),
-        await queue_weight(session, organization.id),
-        suspended.get(organization.id),
-        closed.get(organization.id),
-        await tenants.region_of(session, organization.id),
-    )
+    bound = await tenants.organization_regions(session, ids)
+    return [
+        wire.message_of(
+            pb.Organization,
+            each,
+            organization_id=each.id,
+            billing_profile=profiles.get(each.id),
+            queue_weight_milli=weights.get(each.id, DEFAULT_MILLI),
+            suspension=None if each.id in closed else suspended.get(each.id),
+            closure=closed.get(each.id),
+            region=bound.get(each.id, ""),
+        )
+        for each in found
+    ]
 
 
-def organization_message(
-    organization: Organization,
-    profile: BillingProfile | None,
-    weight_milli: int,
-    suspension: Suspension | None,
-    closure: closures.Closure | None,
-    region: str,
-) -> pb.Organization:
-    return wire.message_of(
-        pb.Organization,
-        organization,
-        organization_id=organization.id,
-        billing_profile=profile,
-        queue_weight_milli=weight_milli,
-        suspension=suspension if closure is None else None,
-        closure=closure,
-        region=region,
-    )
+async def projects(session: AsyncSession, **page: Any) -> tuple[list[pb.Project], str]:
+    """List a page of the projects of an organization. Raises: NotFound, InvalidValue."""
+    found, following = await tenants.list_projects(session, **page)
+    return await project_messages(session, found), following
 
 
-async def projects(session: AsyncSession, *, organization: str) -> pb.ListProjectsResponse:
-    """List the projects of an organization. Raises: NotFound."""
-    found = await tenants.list_projects(session, organization=organization)
-    return pb.ListProjectsResponse(projects=await project_messages(session, found))
+async def keys(
+    session: AsyncSession, *, state: int, **page: Any
+) -> tuple[list[api_keys.KeyRecord], str]:
+    """List a page of keys. Raises: NotFound, InvalidValue."""
+    if state not in KEY_STATES:
+        raise InvalidValue("state", f"{state} is unknown: must be valid or ended, or unset for all")
+    return await api_keys.list_api_keys(session, is_ended=KEY_STATES[state], **page)
 
 
 async def described_project(session: AsyncSession, project: Project) -> pb.Project:
@@ -583,10 +576,15 @@ class QuotaCalls(AuthenticatedServicer):
                 states = await limits_of_one(session, request)
                 return pb.ListQuotasResponse(quotas=map(quota_status, states))
             if not request.api_key:
-                states = await quota_states.list_quotas(
-                    session, organization=request.organization or None
+                quotas, following = await read_page(
+                    partial(
+                        quota_states.list_quotas, session, organization=request.organization or None
+                    ),
+                    quota_status,
+                    page_size=request.page_size,
+                    page_token=request.page_token,
                 )
-                return pb.ListQuotasResponse(quotas=map(quota_status, states))
+                return pb.ListQuotasResponse(quotas=quotas, next_page_token=following)
             if request.organization:
                 raise InvalidValue(
                     "organization",

@@ -27,6 +27,7 @@ from google.protobuf.message_factory import GetMessageClass
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from api.access.auth import Authenticator
+from api.access.pages import ANSWER_BYTES_MAX
 from api.access.permissions import ROLES_OF
 from api.access.roles import is_operator
 from api.console.sign_in import ORGANIZATION_HEADER, PAGES, SignIn, csrf_of
@@ -111,8 +112,6 @@ ANY_KEY_RPC = "/weir.v1.ReceiptService/ListReceiptKeys"
 JSON = "application/json"
 # Requests of the page hold names and ids. They are parsed on the event loop, in 2.5 us per byte.
 BODY_BYTES_MAX = 4096
-# Bytes of an encoded message. As JSON it is five times as large and takes a thread 0.25 s.
-ANSWER_BYTES_MAX = 2**20
 TOO_LARGE = "the response is too large for a page: request less, or use the command `weir`"
 UNREADABLE_CHARS_MAX = 300
 FAULT_CODES = {

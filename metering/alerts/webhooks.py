@@ -52,6 +52,7 @@ from metering.core.errors import DatabaseUnavailable, InvalidValue, NotFound
 from metering.core.models import Organization, Quota, QuotaDimension, QuotaSubject
 from metering.core.money import to_decimal
 from metering.core.outbound import USER_AGENT, AddressRefused, addresses_of, connector
+from metering.core.pages import PAGE_SIZE, SortKey, page_of
 from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Kind, window_end
 from metering.quotas.quotas import counted, noun_of, window_text
 from metering.store.db import Sessions, database_now, lock_holder, try_lock
@@ -156,15 +157,23 @@ async def remove_webhook(session: AsyncSession, *, organization: str, actor: str
     await record_change(session, actor, "alert_webhook.delete", str(owner.id), before=before)
 
 
-async def list_webhooks(session: AsyncSession, *, organization: str = "") -> list[WebhookState]:
-    """List all webhooks, or only that of the named organization. Raises: NotFound."""
-    query = select(AlertWebhook, Organization).join(Organization).order_by(Organization.name)
+async def list_webhooks(
+    session: AsyncSession,
+    *,
+    organization: str = "",
+    page_size: int = PAGE_SIZE,
+    page_token: str = "",
+) -> tuple[list[WebhookState], str]:
+    """List a page of all webhooks by organization, or only that of the named one.
+
+    Returns the token of the next page too. Raises: NotFound, InvalidValue.
+    """
+    query = select(AlertWebhook, Organization).join(Organization)
     if organization:
         query = query.where(Organization.id == (await find_organization(session, organization)).id)
-    return [
-        await _state(session, webhook, owner)
-        for webhook, owner in (await session.execute(query)).all()
-    ]
+    key = SortKey(Organization.name)
+    rows, following = await page_of(session, query, key, page_size=page_size, page_token=page_token)
+    return [await _state(session, webhook, owner) for webhook, owner in rows], following
 
 
 async def try_webhook(session: AsyncSession, *, organization: str) -> uuid.UUID:

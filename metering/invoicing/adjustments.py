@@ -23,6 +23,8 @@ from metering.core.audit import record_change
 from metering.core.errors import ApprovalRefused, InvalidValue, NotFound
 from metering.core.models import insertion, record_of
 from metering.core.money import exact_text, minor_unit, round_to_minor_unit
+from metering.core.pages import PAGE_SIZE, check_page_size, page_values, utc_time
+from metering.core.pages import page_token as token_of
 from metering.invoicing.invoices import Series, credited_picos, draw_number, find_invoice_row
 from metering.ledger.ledger import (
     AccountKind,
@@ -85,8 +87,15 @@ LISTED = text(f"""
 {ADJUSTMENT_ROWS}
 WHERE a.organization_id = :organization_id
   AND (NOT :undecided_only OR d.adjustment_id IS NULL)
-  AND (CAST(:invoice_id AS uuid) IS NULL OR a.invoice_id = :invoice_id)
-ORDER BY a.created_at DESC, a.id
+  AND (CAST(:last_id AS uuid) IS NULL
+       OR (a.created_at, a.id) < (CAST(:created_at AS timestamptz), :last_id))
+ORDER BY a.created_at DESC, a.id DESC
+LIMIT :row_count
+""")
+CREDIT_NOTES = text(f"""
+{ADJUSTMENT_ROWS}
+WHERE a.invoice_id = :invoice_id
+ORDER BY a.created_at DESC, a.id DESC
 """)
 LOCK = text("SELECT * FROM adjustments WHERE id = :id FOR UPDATE")
 LOCK_INVOICE = text("SELECT * FROM invoices WHERE id = :id FOR UPDATE")
@@ -269,15 +278,31 @@ async def list_adjustments(
     organization_id: uuid.UUID,
     *,
     undecided_only: bool = False,
-    invoice_id: uuid.UUID | None = None,
-) -> list[AdjustmentRecord]:
-    """List adjustments and credit notes, the latest first; only those of `invoice_id` if given."""
+    page_size: int = PAGE_SIZE,
+    page_token: str = "",
+) -> tuple[list[AdjustmentRecord], str]:
+    """List a page of adjustments and credit notes, the latest first.
+
+    Returns the token of the next page too. Raises: InvalidValue.
+    """
+    check_page_size(page_size)
+    last = page_values(page_token, utc_time, uuid.UUID) if page_token else (None, None)
     filters = {
         "organization_id": organization_id,
         "undecided_only": undecided_only,
-        "invoice_id": invoice_id,
+        "row_count": page_size + 1,
+        **dict(zip(("created_at", "last_id"), last, strict=True)),
     }
-    return [_record(row) for row in await session.execute(LISTED, filters)]
+    rows = (await session.execute(LISTED, filters)).all()
+    shown = [_record(row) for row in rows[:page_size]]
+    following = token_of(shown[-1].created_at, shown[-1].id) if len(rows) > page_size else ""
+    return shown, following
+
+
+async def credit_notes_of(session: AsyncSession, invoice_id: uuid.UUID) -> list[AdjustmentRecord]:
+    """List the adjustments and credit notes of an invoice, the latest first."""
+    rows = await session.execute(CREDIT_NOTES, {"invoice_id": invoice_id})
+    return [_record(row) for row in rows]
 
 
 def check_currency(code: str, expected: str) -> None:

@@ -23,6 +23,8 @@ from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, MonthClosed, NotFound
 from metering.core.models import Base, QuotaSubject, ServiceTier, TokenKind, insertion, record_of
 from metering.core.money import checked_currency
+from metering.core.pages import PAGE_SIZE, check_page_size, page_values
+from metering.core.pages import page_token as token_of
 from metering.ledger.ledger import MonthState, current_month, month_of, share_posting_locks
 from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Selector, TieredPrice
 from metering.quotas.quota_admin import lock_subject
@@ -49,6 +51,26 @@ FROM plan_assignments
 WHERE CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id
 ORDER BY organization_id, first_month, id DESC
 """)
+
+# Rows of `ASSIGNED` of one organization or all, after the last of a page; those of a plan if named.
+ASSIGNED_PAGE = text("""
+SELECT a.*
+FROM (
+    SELECT DISTINCT ON (organization_id, first_month) *
+    FROM plan_assignments
+    WHERE (CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id)
+      AND (
+        CAST(:last_organization AS uuid) IS NULL
+        OR (organization_id, first_month) > (:last_organization, CAST(:last_month AS date))
+      )
+    ORDER BY organization_id, first_month, id DESC
+) a
+LEFT JOIN plan_versions p ON p.id = a.plan_version_id
+WHERE :name IN ('', p.name)
+ORDER BY a.organization_id, a.first_month
+LIMIT :row_count
+""")
+PLANS_OF_PAGE = text("SELECT * FROM plan_versions WHERE id = ANY(CAST(:ids AS bigint[]))")
 
 NO_PLAN = PlanRules()
 
@@ -245,13 +267,39 @@ async def assign_plan(
     return await _assignment(session, made), False
 
 
-async def list_assignments(session: AsyncSession, *, organization: str = "") -> list[Assignment]:
-    """List the assignments of one organization or all, without those that were replaced."""
+async def list_assignments(
+    session: AsyncSession,
+    *,
+    name: str = "",
+    organization: str = "",
+    page_size: int = PAGE_SIZE,
+    page_token: str = "",
+) -> tuple[list[Assignment], str]:
+    """List a page of the assignments of one organization or all, or only those of a plan.
+
+    Those that were replaced are left out. Returns the token of the next page too. Raises: NotFound,
+    InvalidValue.
+    """
+    check_page_size(page_size)
     owner_id = (await find_organization(session, organization)).id if organization else None
-    return [
-        await _assignment(session, row)
-        for row in await session.execute(ASSIGNED, {"organization_id": owner_id})
+    readers = uuid.UUID, date.fromisoformat
+    last = page_values(page_token, *readers) if page_token else (None, None)
+    requested = {
+        "organization_id": owner_id,
+        "name": name,
+        "row_count": page_size + 1,
+        **dict(zip(("last_organization", "last_month"), last, strict=True)),
+    }
+    rows = (await session.execute(ASSIGNED_PAGE, requested)).all()
+    ids = list({each.plan_version_id for each in rows if each.plan_version_id})
+    plans = {row.id: _plan(row) for row in await session.execute(PLANS_OF_PAGE, {"ids": ids})}
+    shown = [
+        record_of(Assignment, each, plan=plans.get(each.plan_version_id))
+        for each in rows[:page_size]
     ]
+    if len(rows) <= page_size:
+        return shown, ""
+    return shown, token_of(shown[-1].organization_id, shown[-1].first_month)
 
 
 async def plan_in_force(

@@ -47,6 +47,8 @@ from metering.core.models import (
     record_of,
 )
 from metering.core.money import to_decimal
+from metering.core.pages import PAGE_SIZE, check_page_size, page_values
+from metering.core.pages import page_token as token_of
 from metering.ledger.ledger import (
     AccountKind,
     MonthState,
@@ -83,14 +85,11 @@ SELECT g.id, g.organization_id, g.currency_code, g.amount_picos, g.first_month, 
        coalesce(ended.expired_picos, 0)::bigint AS expired_picos,
        coalesce(ended.refunded_picos, 0)::bigint AS refunded_picos
 FROM credit_grants g
-LEFT JOIN (
-    SELECT grant_id, sum(amount_picos) AS picos
-    FROM credit_applications
-    GROUP BY 1
-) spent ON spent.grant_id = g.id
-LEFT JOIN (
-    SELECT t.source_id,
-           sum(e.amount_picos) FILTER (WHERE t.kind = '{TransactionKind.CREDIT_EXPIRED}')
+LEFT JOIN LATERAL (
+    SELECT sum(amount_picos) AS picos FROM credit_applications WHERE grant_id = g.id
+) spent ON true
+LEFT JOIN LATERAL (
+    SELECT sum(e.amount_picos) FILTER (WHERE t.kind = '{TransactionKind.CREDIT_EXPIRED}')
                AS expired_picos,
            sum(e.amount_picos) FILTER (WHERE t.kind = '{TransactionKind.CREDIT_REFUNDED}')
                AS refunded_picos
@@ -98,14 +97,24 @@ LEFT JOIN (
     JOIN ledger_entries e ON e.transaction_id = t.id
     JOIN ledger_accounts a ON a.id = e.account_id AND a.kind = '{AccountKind.PREPAID_CREDIT}'
     WHERE t.kind IN ('{TransactionKind.CREDIT_EXPIRED}', '{TransactionKind.CREDIT_REFUNDED}')
-    GROUP BY 1
-) ended ON ended.source_id = g.id
+      AND t.source_id = g.id
+) ended ON true
 WHERE
 """
 GRANT = text(f"{GRANTS_WHERE} g.id = :grant_id")
 GRANTS = text(f"""
 {GRANTS_WHERE} CAST(:organization_id AS uuid) IS NULL OR g.organization_id = :organization_id
 ORDER BY g.organization_id, g.last_month, g.id
+""")
+GRANTS_PAGE = text(f"""
+{GRANTS_WHERE} (CAST(:organization_id AS uuid) IS NULL OR g.organization_id = :organization_id)
+  AND (
+    CAST(:last_id AS uuid) IS NULL
+    OR (g.organization_id, g.last_month, g.id)
+       > (CAST(:last_organization AS uuid), CAST(:last_month AS date), :last_id)
+  )
+ORDER BY g.organization_id, g.last_month, g.id
+LIMIT :row_count
 """)
 SPEND = text("""
 INSERT INTO credit_applications (grant_id, billing_month, amount_picos)
@@ -222,10 +231,31 @@ async def grant_credit(
     return grant
 
 
-async def list_grants(session: AsyncSession, *, organization: str = "") -> list[Grant]:
-    """List the grants of one organization or all, the earliest-ending first. Raises: NotFound."""
+async def list_grants(
+    session: AsyncSession,
+    *,
+    organization: str = "",
+    page_size: int = PAGE_SIZE,
+    page_token: str = "",
+) -> tuple[list[Grant], str]:
+    """List a page of the grants of one organization or all, the earliest-ending first.
+
+    Returns the token of the next page too. Raises: NotFound, InvalidValue.
+    """
+    check_page_size(page_size)
     owner_id = (await find_organization(session, organization)).id if organization else None
-    return await grants_of(session, owner_id)
+    readers = uuid.UUID, date.fromisoformat, uuid.UUID
+    last = page_values(page_token, *readers) if page_token else (None, None, None)
+    requested = {
+        "organization_id": owner_id,
+        "row_count": page_size + 1,
+        **dict(zip(("last_organization", "last_month", "last_id"), last, strict=True)),
+    }
+    found = [Grant(*row) for row in await session.execute(GRANTS_PAGE, requested)]
+    shown = found[:page_size]
+    if len(found) <= page_size:
+        return shown, ""
+    return shown, token_of(shown[-1].organization_id, shown[-1].last_month, shown[-1].id)
 
 
 async def grants_of(session: AsyncSession, organization_id: uuid.UUID | None) -> list[Grant]:

@@ -13,9 +13,13 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
+    ARRAY,
     ColumnElement,
+    Integer,
     Select,
+    Text,
     case,
+    cast,
     func,
     literal,
     select,
@@ -40,6 +44,7 @@ from metering.core.models import (
     ServiceAccount,
     UsageSubject,
 )
+from metering.core.pages import PAGE_SIZE, SortKey, page_of
 from metering.quotas.quota_rules import (
     BUCKETS_MAX,
     FOR_END_USERS,
@@ -79,22 +84,42 @@ class EffectiveQuota:
 
 
 async def list_quotas(
-    session: AsyncSession, *, organization: str | None = None
-) -> list[QuotaState]:
-    """List all limits, or those of one organization with its projects, keys and label values.
+    session: AsyncSession,
+    *,
+    organization: str | None = None,
+    page_size: int = PAGE_SIZE,
+    page_token: str = "",
+) -> tuple[list[QuotaState], str]:
+    """List a page of all limits, or of those of one organization with its projects and keys.
 
-    Those of end users, and those that selectors give, are left out: `limits_of_member`.
+    Those of label values are included. Those of end users, and those that selectors give, are left
+    out: `limits_of_member`. Returns the token of the next page too. Raises: NotFound, InvalidValue.
     """
-    query = select(Quota).where(LISTED)
+    query = select(Quota.id).where(LISTED, Quota.deleted_at.is_(None))
     if organization:
         owner = (await find_organization(session, organization)).id
-        projects = list(
-            await session.scalars(select(Project.id).where(Project.organization_id == owner))
-        )
-        keys = await session.scalars(select(ApiKey.id).where(ApiKey.project_id.in_(projects)))
-        owners = [owner, *projects, *keys]
+        projects = select(Project.id).where(Project.organization_id == owner)
+        keys = select(ApiKey.id).join(Project).where(Project.organization_id == owner)
+        owners = union_all(select(literal(owner)), projects, keys)
         query = query.where(func.coalesce(Quota.within_id, Quota.subject_id).in_(owners))
-    return await states(session, query)
+    rows, following = await page_of(
+        session,
+        query,
+        SortKey(_position_in(SUBJECT_ORDER, Quota.subject), int),  # the order of `sort_key`
+        SortKey(Quota.subject_id, uuid.UUID),
+        SortKey(_position_in(DIMENSION_ORDER, Quota.dimension), int),
+        SortKey(Quota.window_minutes, int),
+        SortKey(Quota.model.collate("C")),
+        SortKey(Quota.id, uuid.UUID),
+        page_size=page_size,
+        page_token=page_token,
+    )
+    found = await states(session, select(Quota).where(Quota.id.in_([each for (each,) in rows])))
+    return found, following
+
+
+def _position_in(order: Sequence[str], column: Any) -> ColumnElement[int]:
+    return func.array_position(literal(order, ARRAY(Text)), cast(column, Text), type_=Integer)
 
 
 async def find_quota(session: AsyncSession, quota_id: str) -> list[QuotaState]:

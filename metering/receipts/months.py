@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.pages import check_page_size, page_values, row_id, utc_time
+from metering.core.pages import PAGE_SIZE, check_page_size, page_values, row_id, utc_time
 from metering.core.pages import page_token as token_of
 from metering.core.retained import check_details
 from metering.receipts.chaining import (
@@ -173,7 +173,7 @@ async def receipts_page(
     month: date,
     *,
     page_token: str = "",
-    page_size: int = 500,
+    page_size: int = PAGE_SIZE,
 ) -> tuple[list[IssuedReceipt], str]:
     """List receipts of a month by time; also return the token of the next page, or "".
 

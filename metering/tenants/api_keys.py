@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, case, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, case, delete, func, not_, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -37,6 +37,7 @@ from metering.core.models import (
     record_of,
     values_of,
 )
+from metering.core.pages import PAGE_SIZE, SortKey, page_of, utc_time
 from metering.tenants.authentication import (
     PREFIX_FORM,
     PREFIX_LENGTH,
@@ -454,14 +455,28 @@ async def list_api_keys(
     *,
     organization: str | None = None,
     api_key: str | None = None,
+    search: str = "",
+    is_ended: bool | None = None,
     unused_for: timedelta | None = None,
-) -> list[KeyRecord]:
-    """List keys, the newest first: all, one organization's, or one key by id or prefix.
+    page_size: int = PAGE_SIZE,
+    page_token: str = "",
+) -> tuple[list[KeyRecord], str]:
+    """List a page of keys, the newest first: all, one organization's, or one by id or prefix.
 
-    `unused_for` selects active keys without a use for this long; keys whose uses are recorded for a
-    shorter time are left out. Raises: NotFound, InvalidValue.
+    `search` selects keys whose name or prefix begins with it, in upper or lower case; `is_ended`
+    those that are revoked or expired, or those that are neither. `unused_for` selects active keys
+    without a use for this long; keys whose uses are recorded for a shorter time are left out.
+    Returns the token of the next page too. Raises: NotFound, InvalidValue.
     """
-    query = _select_keys().order_by(ApiKey.created_at.desc(), ApiKey.id)
+    query = _select_keys()
+    if begins := search.strip().lower():
+        texts = func.lower(ApiKey.name), func.lower(ApiKey.prefix)
+        query = query.where(or_(*(each.startswith(begins, autoescape=True) for each in texts)))
+    if is_ended is not None:
+        ended = or_(
+            ApiKey.revoked_at.is_not(None), func.coalesce(ApiKey.expires_at <= func.now(), False)
+        )
+        query = query.where(ended if is_ended else not_(ended))
     if api_key:
         query = query.where(ApiKey.id == (await find_api_key(session, api_key)).id)
     if unused_for is not None:
@@ -475,7 +490,11 @@ async def list_api_keys(
         query = query.where(
             Project.organization_id == (await find_organization(session, organization)).id
         )
-    return [_key_record(*row) for row in await session.execute(query)]
+    sorting = SortKey(ApiKey.created_at, utc_time), SortKey(ApiKey.id, uuid.UUID)
+    rows, following = await page_of(
+        session, query, *sorting, page_size=page_size, page_token=page_token, latest_first=True
+    )
+    return [_key_record(*row) for row in rows], following
 
 
 def _select_keys() -> Select[ApiKey, Project, str, datetime, datetime, ApiKeyOwner]:

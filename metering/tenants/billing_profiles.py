@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -100,13 +100,18 @@ class BillingProfile:
 
 PROFILES = text("""
 SELECT * FROM billing_profiles
-WHERE CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id
+WHERE CAST(:ids AS uuid[]) IS NULL OR organization_id = ANY(CAST(:ids AS uuid[]))
 """)
 
 
-async def billing_profiles(session: AsyncSession) -> dict[uuid.UUID, BillingProfile]:
-    """Read all profiles by organization id. Organizations without one are left out."""
-    rows = await session.execute(PROFILES, {"organization_id": None})
+async def billing_profiles(
+    session: AsyncSession, ids: Collection[uuid.UUID] | None = None
+) -> dict[uuid.UUID, BillingProfile]:
+    """Read the profiles of all organizations, or of these, by organization id.
+
+    Organizations without one are left out.
+    """
+    rows = await session.execute(PROFILES, {"ids": None if ids is None else list(ids)})
     return {row.organization_id: record_of(BillingProfile, row) for row in rows}
 
 
@@ -114,8 +119,7 @@ async def billing_profile(
     session: AsyncSession, organization_id: uuid.UUID
 ) -> BillingProfile | None:
     """Read an organization's profile; None if none was ever set."""
-    row = (await session.execute(PROFILES, {"organization_id": organization_id})).one_or_none()
-    return None if row is None else record_of(BillingProfile, row)
+    return (await billing_profiles(session, [organization_id])).get(organization_id)
 
 
 async def set_billing_profile(

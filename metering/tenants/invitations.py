@@ -21,15 +21,13 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, InvitationInvalid, NotFound
 from metering.core.models import Invitation, Organization, Person, Project, record_of
-from metering.core.pages import check_page_size, page_values
-from metering.core.pages import page_token as token_of
+from metering.core.pages import PAGE_SIZE, SortKey, page_of
 from metering.store.border import Actor
 from metering.store.db import database_now
 from metering.tenants.api_keys import KeyOwner, create_api_key
 from metering.tenants.billing_profiles import check_email
 from metering.tenants.key_groups import lock_groups
 from metering.tenants.members import (
-    PAGE_SIZE,
     MemberRecord,
     add_member,
     bound_key_of,
@@ -240,14 +238,11 @@ async def list_invitations(
 
     Returns the token of the next page too. Raises: NotFound, InvalidValue.
     """
-    check_page_size(page_size)
     owner = await find_organization(session, organization)
     query = _select().where(Invitation.organization_id == owner.id)
-    if page_token:
-        query = query.where(Invitation.email > page_values(page_token, str)[0])
-    rows = (await session.execute(query.order_by(Invitation.email).limit(page_size + 1))).all()
-    records = [_record(*row) for row in rows[:page_size]]
-    return records, token_of(records[-1].email) if len(rows) > page_size else ""
+    key = SortKey(Invitation.email)
+    rows, following = await page_of(session, query, key, page_size=page_size, page_token=page_token)
+    return [_record(*row) for row in rows], following
 
 
 def new_token() -> str:

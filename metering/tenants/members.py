@@ -9,12 +9,11 @@ transaction.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, Select, and_, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.control.live import cancel_requests_of_key, recheck_key
@@ -31,8 +30,7 @@ from metering.core.models import (
     SignInSession,
     record_of,
 )
-from metering.core.pages import check_page_size, page_values
-from metering.core.pages import page_token as token_of
+from metering.core.pages import PAGE_SIZE, SortKey, page_of
 from metering.tenants.api_keys import (
     KeyOwner,
     KeyRecord,
@@ -51,7 +49,6 @@ MEMBER_ROLES = (*ROLES, OPERATOR)
 # Members for whom models are work; the others only read, or only pay.
 USERS_OF_MODELS = frozenset({"owner", "admin", "developer"})
 DISPLAY_NAME_CHARS_MAX = 100
-PAGE_SIZE = 100
 LAST_CHAR = "\U0010ffff"
 
 
@@ -547,15 +544,9 @@ async def _page(
     search: str,
     page_size: int,
     page_token: str,
-) -> tuple[Sequence[Row[*tuple[Any, ...]]], str]:
+) -> tuple[list[Any], str]:
     """Read a page of rows of persons, sorted by the bytes of their addresses."""
-    check_page_size(page_size)
-    if page_token:
-        query = query.where(Person.email > page_values(page_token, str)[0])
     if prefix := search.strip().lower():
         query = query.where(and_(Person.email >= prefix, Person.email < prefix + LAST_CHAR))
-    rows = (await session.execute(query.order_by(Person.email).limit(page_size + 1))).all()
-    if len(rows) <= page_size:
-        return rows, ""
-    person = next(each for each in rows[page_size - 1] if isinstance(each, Person))
-    return rows[:page_size], token_of(person.email)
+    key = SortKey(Person.email)
+    return await page_of(session, query, key, page_size=page_size, page_token=page_token)

@@ -8,6 +8,7 @@ session and never commit.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Collection
 
 from sqlalchemy import func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -20,13 +21,21 @@ from metering.tenants.tenants import find_organization
 
 # Thousandths. A larger ratio between two organizations would starve one of them.
 MILLI_MIN, DEFAULT_MILLI, MILLI_MAX = 10, 1000, 100_000
-WEIGHTS = text("SELECT organization_id, weight_milli FROM queue_weights")
+WEIGHTS = text("""
+SELECT organization_id, weight_milli FROM queue_weights
+WHERE CAST(:ids AS uuid[]) IS NULL OR organization_id = ANY(CAST(:ids AS uuid[]))
+""")
 WEIGHT = text("SELECT weight_milli FROM queue_weights WHERE organization_id = :organization_id")
 
 
-async def queue_weights(session: AsyncSession) -> dict[uuid.UUID, int]:
-    """Read the weights in thousandths by organization id. Those never set are left out."""
-    rows = await session.execute(WEIGHTS)
+async def queue_weights(
+    session: AsyncSession, ids: Collection[uuid.UUID] | None = None
+) -> dict[uuid.UUID, int]:
+    """Read the weights in thousandths of all organizations, or of these, by organization id.
+
+    Those never set are left out.
+    """
+    rows = await session.execute(WEIGHTS, {"ids": None if ids is None else list(ids)})
     return {row.organization_id: row.weight_milli for row in rows}
 
 

@@ -20,14 +20,11 @@ from metering.control.live import recheck_key
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, NotFound
 from metering.core.models import ApiKey, ApiKeyOwner, Organization, ServiceAccount, record_of
-from metering.core.pages import check_page_size, page_values
-from metering.core.pages import page_token as token_of
+from metering.core.pages import PAGE_SIZE, SortKey, page_of
 from metering.tenants.api_keys import change_key, checked_key_name, end_key, locked_key
 from metering.tenants.key_groups import lock_groups
 from metering.tenants.key_terms import ROLES, KeyTerms
 from metering.tenants.tenants import as_uuid, find_organization
-
-PAGE_SIZE = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,14 +125,11 @@ async def list_service_accounts(
 
     Returns the token of the next page too. Raises: NotFound, InvalidValue.
     """
-    check_page_size(page_size)
     owner = await find_organization(session, organization)
     query = _select().where(ServiceAccount.organization_id == owner.id)
-    if page_token:
-        query = query.where(ServiceAccount.name > page_values(page_token, str)[0])
-    rows = (await session.execute(query.order_by(ServiceAccount.name).limit(page_size + 1))).all()
-    records = [_record(*row) for row in rows[:page_size]]
-    return records, token_of(records[-1].name) if len(rows) > page_size else ""
+    key = SortKey(ServiceAccount.name)
+    rows, following = await page_of(session, query, key, page_size=page_size, page_token=page_token)
+    return [_record(*row) for row in rows], following
 
 
 def checked_account_name(name: str) -> str:

@@ -34,12 +34,12 @@ OF_OPERATOR = "the operator has suspended it, and only the operator can change t
 
 
 async def suspensions_of_organizations(
-    session: AsyncSession, organization_id: uuid.UUID | None = None
+    session: AsyncSession, ids: Collection[uuid.UUID] | None = None
 ) -> dict[uuid.UUID, Suspension]:
-    """Read the suspensions of all organizations, or of one, by organization id."""
+    """Read the suspensions of all organizations, or of these, by organization id."""
     query = select(Suspension).where(Suspension.project_id.is_(None))
-    if organization_id is not None:
-        query = query.where(Suspension.organization_id == organization_id)
+    if ids is not None:
+        query = query.where(Suspension.organization_id.in_(ids))
     rows = await session.scalars(query)
     return {each.organization_id: each for each in rows}
 

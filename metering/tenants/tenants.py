@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
-from sqlalchemy import and_, delete, or_, select, update
+from sqlalchemy import Select, and_, delete, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -26,6 +26,7 @@ from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, NotFound
 from metering.core.models import Organization, OrganizationRegion, Project, Suspension
 from metering.core.money import checked_currency
+from metering.core.pages import PAGE_SIZE, SortKey, page_of
 
 Owner = TypeVar("Owner", Organization, Project)
 REGION_FORM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)  # as in a fleet file
@@ -49,8 +50,22 @@ async def create_organization(
     return organization
 
 
-async def list_organizations(session: AsyncSession) -> Sequence[Organization]:
-    return (await session.scalars(select(Organization).order_by(Organization.name))).all()
+async def list_organizations(
+    session: AsyncSession,
+    *,
+    organization: str = "",
+    search: str = "",
+    page_size: int = PAGE_SIZE,
+    page_token: str = "",
+) -> tuple[list[Organization], str]:
+    """List a page of organizations by name: those whose names begin with `search`, or one.
+
+    Returns the token of the next page too. Raises: NotFound, InvalidValue.
+    """
+    query = select(Organization)
+    if organization:
+        query = query.where(Organization.id == (await find_organization(session, organization)).id)
+    return await _page_by_name(session, query, Organization, search, page_size, page_token)
 
 
 async def create_project(
@@ -72,11 +87,32 @@ async def create_project(
     return project
 
 
-async def list_projects(session: AsyncSession, *, organization: str) -> Sequence[Project]:
-    """List the projects of an organization by name. Raises: NotFound."""
+async def list_projects(
+    session: AsyncSession,
+    *,
+    organization: str,
+    search: str = "",
+    page_size: int = PAGE_SIZE,
+    page_token: str = "",
+) -> tuple[list[Project], str]:
+    """List a page of the projects of an organization, as `list_organizations` does."""
     owner = await find_organization(session, organization)
-    query = select(Project).where(Project.organization_id == owner.id).order_by(Project.name)
-    return (await session.scalars(query)).all()
+    query = select(Project).where(Project.organization_id == owner.id)
+    return await _page_by_name(session, query, Project, search, page_size, page_token)
+
+
+async def _page_by_name(
+    session: AsyncSession,
+    query: Select[Owner],
+    kind: type[Owner],
+    search: str,
+    page_size: int,
+    page_token: str,
+) -> tuple[list[Owner], str]:
+    query = query.where(kind.name.startswith(search.strip().lower(), autoescape=True))
+    key = SortKey(kind.name)
+    rows, following = await page_of(session, query, key, page_size=page_size, page_token=page_token)
+    return [found for (found,) in rows], following
 
 
 async def rename_organization(
@@ -110,12 +146,14 @@ async def _rename(session: AsyncSession, owner: Owner, name: str, actor: str) ->
     return owner
 
 
-async def organization_regions(session: AsyncSession) -> dict[uuid.UUID, str]:
-    """Read the regions of all bound organizations, by organization id."""
-    rows = await session.execute(
-        select(OrganizationRegion.organization_id, OrganizationRegion.region)
-    )
-    return {row.organization_id: row.region for row in rows}
+async def organization_regions(
+    session: AsyncSession, ids: Collection[uuid.UUID] | None = None
+) -> dict[uuid.UUID, str]:
+    """Read the regions of bound organizations, all or these, by organization id."""
+    query = select(OrganizationRegion.organization_id, OrganizationRegion.region)
+    if ids is not None:
+        query = query.where(OrganizationRegion.organization_id.in_(ids))
+    return {row.organization_id: row.region for row in await session.execute(query)}
 
 
 async def region_of(session: AsyncSession, organization_id: uuid.UUID) -> str:

@@ -31,6 +31,7 @@ from metering.core.models import (
     record_of,
     values_of,
 )
+from metering.core.pages import PAGE_SIZE, SortKey, page_of, utc_time
 from metering.tenants.api_keys import create_api_key, revoke_api_key
 from metering.tenants.authentication import (
     BOUND_KEY_INVALID,
@@ -211,36 +212,45 @@ async def delete_token_issuer(session: AsyncSession, *, token_issuer: str, actor
 
 async def find_token_issuer(session: AsyncSession, ref: str) -> IssuerRecord:
     """Look up a trusted issuer by id. Raises: NotFound."""
-    found = await _records(session, as_uuid(ref), None)
+    issuer_id = as_uuid(ref)
+    found = [] if issuer_id is None else await _records(session, [issuer_id])
     if as_uuid(ref) is None or not found:
         raise NotFound("token issuer", ref)
     return found[0]
 
 
 async def list_token_issuers(
-    session: AsyncSession, *, organization: str | None = None
-) -> list[IssuerRecord]:
-    """List the trusted issuers, the newest first. Raises: NotFound."""
-    organization_id = (await find_organization(session, organization)).id if organization else None
-    return await _records(session, None, organization_id)
+    session: AsyncSession,
+    *,
+    organization: str | None = None,
+    page_size: int = PAGE_SIZE,
+    page_token: str = "",
+) -> tuple[list[IssuerRecord], str]:
+    """List a page of the trusted issuers, the newest first.
+
+    Returns the token of the next page too. Raises: NotFound, InvalidValue.
+    """
+    query = select(TokenIssuer.id).where(TokenIssuer.removed_at.is_(None))
+    if organization:
+        owner = await find_organization(session, organization)
+        query = query.where(TokenIssuer.organization_id == owner.id)
+    sorting = SortKey(TokenIssuer.created_at, utc_time), SortKey(TokenIssuer.id, uuid.UUID)
+    rows, following = await page_of(
+        session, query, *sorting, page_size=page_size, page_token=page_token, latest_first=True
+    )
+    return await _records(session, [each for (each,) in rows]), following
 
 
-async def _records(
-    session: AsyncSession, issuer_id: uuid.UUID | None, organization_id: uuid.UUID | None
-) -> list[IssuerRecord]:
+async def _records(session: AsyncSession, ids: Collection[uuid.UUID]) -> list[IssuerRecord]:
     query = (
         select(TokenIssuer, Organization.name, TokenKey, ApiKey.prefix, Project.name)
         .join(Organization, Organization.id == TokenIssuer.organization_id)
         .join(TokenKey, TokenKey.token_issuer_id == TokenIssuer.id)
         .join(ApiKey, ApiKey.id == TokenKey.api_key_id)
         .join(Project, Project.id == ApiKey.project_id)
-        .where(TokenIssuer.removed_at.is_(None))
-        .order_by(TokenIssuer.created_at.desc(), TokenIssuer.id, TokenKey.claim_value)
+        .where(TokenIssuer.removed_at.is_(None), TokenIssuer.id.in_(ids))
+        .order_by(TokenIssuer.created_at.desc(), TokenIssuer.id.desc(), TokenKey.claim_value)
     )
-    if issuer_id is not None:
-        query = query.where(TokenIssuer.id == issuer_id)
-    if organization_id is not None:
-        query = query.where(TokenIssuer.organization_id == organization_id)
     issuers: dict[uuid.UUID, tuple[TokenIssuer, str]] = {}
     keys: dict[uuid.UUID, list[TokenProject]] = {}
     for row, organization_name, key, prefix, project_name in await session.execute(query):

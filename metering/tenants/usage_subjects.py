@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue
 from metering.core.models import UsageSubject, UsageSubjectCount
-from metering.core.pages import check_page_size, page_values
+from metering.core.pages import PAGE_SIZE, check_page_size, page_values
 from metering.core.pages import page_token as token_of
 from metering.store.db import Sessions
 from metering.tenants.tenants import as_uuid, region_of
@@ -29,7 +29,6 @@ END_USER, LABEL = "end_user", "label"  # kinds
 # Longer than a month: an end user with one request a month is not archived.
 IDLE_MAX = timedelta(days=35)
 ARCHIVED_MAX = 10_000  # per transaction
-PAGE_SIZE = 100
 LAST_CHAR = chr(0x10FFFF)  # sorts after all others
 NOBODY = uuid.UUID(int=0)  # no row has this id
 # Key of the advisory lock on a new name, held by an administrator's transaction that creates it.

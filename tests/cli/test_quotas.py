@@ -108,8 +108,8 @@ def test_the_limits_of_one_end_user_or_label_are_requested(weir: Run, server: Sc
     assert weir("quota show --label team").exit_code == 2
 
     assert server.accounts.requests == [
-        admin_pb.ListQuotasRequest(organization="acme", end_user="alice"),
-        admin_pb.ListQuotasRequest(organization="acme", label="team=search"),
+        admin_pb.ListQuotasRequest(organization="acme", end_user="alice", page_size=100),
+        admin_pb.ListQuotasRequest(organization="acme", label="team=search", page_size=100),
     ]
     requested = [each for each in server.inference.requests if isinstance(each, pb.GetQuotaRequest)]
     labels = {"team": "search", "a": "b=c"}

@@ -225,7 +225,7 @@ async def test_finance_reads_its_own_and_changes_nothing(finance: Finance) -> No
             client.get_month_document(tenant.name, "2025-10", DocumentFormat.JSON),
             client.list_months(tenant.name),
             client.verify_month(tenant.name, "2025-10"),
-            client.list_adjustments(tenant.name),
+            anext(client.list_adjustments(tenant.name)),
         ):
             with pytest.raises(NotFound):
                 await reading
@@ -305,5 +305,6 @@ async def test_bad_amounts_and_reasons_are_refused(finance: Finance) -> None:
 
         again = await client.create_adjustment(name, Money("", CENT), "once", request_id=request_id)
         assert again == first
-        [undecided] = await client.list_adjustments(name, undecided_only=True)
+        adjustments = client.list_adjustments(name, undecided_only=True)
+        [undecided] = [each async for each in adjustments]
         assert undecided.reason == "once"

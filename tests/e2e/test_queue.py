@@ -217,7 +217,7 @@ async def test_a_weight_applies_to_running_servers_and_to_waiting_requests(
         _, admin_secret = await service.new_key(tenant, "admin")
         async with AsyncAdminClient(service.address, admin_secret) as admin:
             weighed = await admin.set_queue_weight(str(tenant.organization_id), 4000)
-            listed = await admin.list_organizations()
+            listed = [each async for each in admin.list_organizations()]
         own = tenant.organization_id
         await until(lambda: inside.process.weights.get(own.int) == 4.0, "the weight")
         waiting = inside.process.queues[MODEL].interactive.line.find(own)

@@ -247,9 +247,9 @@ async def test_credit_notes_are_numbered_and_return_no_more_than_paid(world: Clo
     ]
     async with world.sessions() as session:
         invoice = await read_invoice(session, await find_invoice_row(session, "INV-000001"))
-        listed = await list_adjustments(
-            session, world.customer.organization_id, undecided_only=True
-        )
+        listed = (
+            await list_adjustments(session, world.customer.organization_id, undecided_only=True)
+        )[0]
     assert (invoice.total_picos, invoice.credited_picos) == (15 * CENT, 14 * CENT)
     assert [each.id for each in listed] == [each.id for each in rivals if each.id != second.id]
     assert (await world.verify("2025-11")).differences == ()

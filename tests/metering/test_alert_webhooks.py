@@ -404,7 +404,7 @@ async def test_a_removed_webhook_drops_pending_alerts_and_its_secret_is_in_no_lo
     )
     alert_id = await ask_for_test(sessions)
     async with sessions.begin() as session:
-        [state] = await webhooks.list_webhooks(session, organization="acme")
+        [state] = (await webhooks.list_webhooks(session, organization="acme"))[0]
         await webhooks.remove_webhook(session, organization="acme", actor="test")
     with pytest.raises(NotFound):
         await ask_for_test(sessions)

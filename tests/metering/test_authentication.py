@@ -108,7 +108,7 @@ async def test_a_bound_key_acts_with_its_terms_and_no_secret_authenticates_it(
 
     async with sessions() as session:
         principal = await authenticate_bound(session, key.id)
-        [listed] = await list_api_keys(session, api_key=key.prefix)
+        [listed] = (await list_api_keys(session, api_key=key.prefix))[0]
         for secret in (new_secret(key.prefix), new_secret(), ""):
             with pytest.raises(KeyInvalid):
                 await authenticate(session, secret)

@@ -148,7 +148,7 @@ async def test_lookups_do_not_find_objects_of_others(sessions: Sessions) -> None
                 await find_organization(session, ref)
         with pytest.raises(NotFound):
             await find_api_key(session, "wk_aaaaaaaa")
-        assert [each.prefix for each in await list_api_keys(session)] == ["wk_bbbbbbbb"]
+        assert [each.prefix for each in (await list_api_keys(session))[0]] == ["wk_bbbbbbbb"]
         with pytest.raises(NotFound):
             await create_project(session, organization="acme", name="theirs", actor="test")
 
@@ -192,7 +192,7 @@ async def test_a_developer_sees_and_changes_one_project(sessions: Sessions) -> N
         )
 
     async with of(sessions, ACME, PROJECT).begin() as session:
-        assert {each.project_id for each in await list_api_keys(session)} == {PROJECT}
+        assert {each.project_id for each in (await list_api_keys(session))[0]} == {PROJECT}
         await create_api_key(session, organization="acme", project="search", name="own", actor="x")
         with pytest.raises(NotFound):
             await create_api_key(
@@ -206,12 +206,12 @@ async def test_the_border_ends_with_the_transaction(sessions: Sessions) -> None:
     """Connections are shared, and have prepared the same statements for both."""
     for _ in range(8):
         async with of(sessions, BOLT).begin() as session:
-            assert len(await list_api_keys(session)) == 1
+            assert len((await list_api_keys(session))[0]) == 1
         async with sessions.begin() as session:
-            assert len(await list_api_keys(session)) == 3
+            assert len((await list_api_keys(session))[0]) == 3
         async with of(sessions, ACME)() as session:
             await read_one_moment(session, 5.0)
-            assert len(await list_api_keys(session)) == 2
+            assert len((await list_api_keys(session))[0]) == 2
 
 
 async def test_the_audit_log_names_role_and_organization(sessions: Sessions) -> None:

@@ -161,11 +161,11 @@ async def alerts(session: AsyncSession, crowd: Crowd) -> Any:
 
 
 async def limits_of_one_customer(session: AsyncSession, crowd: Crowd) -> Any:
-    assert len(await list_quotas(session, organization="acme")) == 2
+    assert len((await list_quotas(session, organization="acme"))[0]) == 2
 
 
 async def limits_of_all(session: AsyncSession, crowd: Crowd) -> Any:
-    assert len(await list_quotas(session)) == 4
+    assert len((await list_quotas(session))[0]) == 4
 
 
 async def nobody_archived(session: AsyncSession, crowd: Crowd) -> Any:

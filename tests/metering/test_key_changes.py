@@ -65,7 +65,7 @@ async def test_a_rotated_key_is_the_same_key_with_two_secrets_for_a_day(
             await authenticate(session, customer.secret),
             await authenticate(session, secret),
         )
-        [listed] = await list_api_keys(session)
+        [listed] = (await list_api_keys(session))[0]
 
     assert ends_at - now == OVERLAP == timedelta(hours=24)
     assert rotated.overlap_ends_at == listed.overlap_ends_at == ends_at

@@ -120,7 +120,7 @@ async def test_each_key_of_a_group_has_a_counter_of_its_own(
         [],
     ]
     async with sessions() as session:
-        assert [each.rule.for_each for each in await list_quotas(session)] == ["key:free"]
+        assert [each.rule.for_each for each in (await list_quotas(session))[0]] == ["key:free"]
     check_invariants(world.url)
 
 

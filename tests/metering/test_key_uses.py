@@ -190,12 +190,12 @@ async def test_keys_are_unused_only_if_it_is_known(sessions: Sessions, customer:
                 text(f"{aging} WHERE id = :id"), {"id": key_id, "c": created, "k": known}
             )
     async with sessions() as session:
-        found = await list_api_keys(
-            session, organization=customer.name, unused_for=timedelta(days=90)
-        )
-        one = await list_api_keys(session, api_key=customer.key.prefix)
+        found = (
+            await list_api_keys(session, organization=customer.name, unused_for=timedelta(days=90))
+        )[0]
+        one = (await list_api_keys(session, api_key=customer.key.prefix))[0]
         with pytest.raises(InvalidValue, match="unused_for"):
-            await list_api_keys(session, unused_for=timedelta(0))
+            (await list_api_keys(session, unused_for=timedelta(0)))[0]
 
     assert {key.name for key in found} == {"used long ago", "never used"}
     assert [key.id for key in one] == [customer.key.id]

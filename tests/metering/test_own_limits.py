@@ -138,7 +138,7 @@ async def test_an_organization_cannot_change_or_remove_the_operators_limit(
                     by_organization=True,
                 )
     async with sessions() as session:
-        assert [each.limit_value for each in await list_quotas(session)] == [5, 5]
+        assert [each.limit_value for each in (await list_quotas(session))[0]] == [5, 5]
 
 
 @pytest.mark.parametrize("is_used_before", [False, True])

@@ -46,7 +46,7 @@ async def test_a_limit_set_again_keeps_its_usage(sessions: Sessions, customer: C
     assert await set_limit(200) == quota_id
     assert await set_limit(200) == quota_id
     async with sessions() as session:
-        (state,) = await list_quotas(session)
+        (state,) = (await list_quotas(session))[0]
         changes = [
             entry for entry in await list_audit_entries(session) if entry.action == "quota.set"
         ]
@@ -76,8 +76,8 @@ async def test_a_request_has_its_subjects_limits(sessions: Sessions, customer: C
     async with sessions() as session:
         for_demo = await quotas_for(session, subject_ids=ids, model="demo")
         for_any = await quotas_for(session, subject_ids=ids)
-        of_acme = await list_quotas(session, organization="acme")
-        of_all = await list_quotas(session)
+        of_acme = (await list_quotas(session, organization="acme"))[0]
+        of_all = (await list_quotas(session))[0]
 
     assert [(state.subject, state.model, state.dimension) for state in for_demo] == [
         ("organization", "", "requests_per_minute"),
@@ -105,7 +105,7 @@ async def test_a_removed_limit_is_set_as_a_new_one(sessions: Sessions, customer:
     async with sessions.begin() as session:
         await delete_quota(session, quota_id=str(first), actor="test")
     async with sessions.begin() as session:
-        assert await list_quotas(session) == []
+        assert (await list_quotas(session))[0] == []
         for ref in (str(first), str(uuid.uuid4()), "nothing"):
             with pytest.raises(NotFound):
                 await delete_quota(session, quota_id=ref, actor="test")
@@ -120,7 +120,7 @@ async def test_two_admins_make_one_limit_in_order(sessions: Sessions, customer: 
     await asyncio.gather(*(set_limit(limit_value) for limit_value in range(1, 6)))
 
     async with sessions() as session:
-        (state,) = await list_quotas(session)
+        (state,) = (await list_quotas(session))[0]
         changes = [
             entry for entry in await list_audit_entries(session) if entry.action == "quota.set"
         ]

@@ -75,7 +75,7 @@ async def test_a_raise_ends_by_the_databases_clock(world: HoldWorld, sessions: S
     assert refused[0].failing[0].limit_value == 50  # type: ignore[union-attr]
     check_invariants(world.url)
     async with sessions() as session:
-        (over,) = await list_quotas(session)
+        (over,) = (await list_quotas(session))[0]
     assert over.limit_value == 50
     assert over.remaining == 50 - 75
     assert over.override_reason == ""
@@ -152,7 +152,7 @@ async def test_a_shadow_limit_counts_refuses_no_request_and_counts_would_be_refu
     # For another reason: no trace remains.
     refused = await world.run(admit(payer, request_id=second.request_id))
     async with sessions() as session:
-        (state,) = await list_quotas(session)
+        (state,) = (await list_quotas(session))[0]
 
     assert [answer.leased_token_count for answer in answers] == [200, 20]  # type: ignore[union-attr]
     assert extended.leased_token_count == 250  # type: ignore[union-attr]
@@ -262,7 +262,7 @@ async def test_a_new_key_gets_the_limits_kept_for_it_the_projects_before_the_org
         of_key = await quotas_for(
             session, subject_ids=(payer.organization_id, payer.project_id, key.id)
         )
-        listed = await list_quotas(session)
+        listed = (await list_quotas(session))[0]
         entries = [entry for entry in await list_audit_entries(session) if entry.actor == "bob"]
         await delete_quota(session, quota_id=str(kept.quota_id), actor="ann")
     later = await new_key("two")

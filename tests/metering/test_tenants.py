@@ -145,10 +145,10 @@ async def test_lists_are_in_order_by_organization(sessions: Sessions, customer: 
             actor="test",
         )
     async with sessions() as session:
-        organizations = await list_organizations(session)
-        projects = await list_projects(session, organization="acme")
-        keys = await list_api_keys(session, organization="acme")
-        every_key = await list_api_keys(session)
+        organizations = (await list_organizations(session))[0]
+        projects = (await list_projects(session, organization="acme"))[0]
+        keys = (await list_api_keys(session, organization="acme"))[0]
+        every_key = (await list_api_keys(session))[0]
 
     assert [organization.name for organization in organizations] == ["aaa", "acme"]
     assert [project.name for project in projects] == ["chat", "search"]

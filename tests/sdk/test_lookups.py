@@ -207,18 +207,18 @@ async def test_admins_manage_organizations_keys_quotas_and_prices() -> None:
         AsyncAdminClient(address, "key") as admin,
     ):
         assert (await admin.create_organization("acme", currency_code="EUR")).currency_code == "EUR"
-        assert [each.name for each in await admin.list_organizations()] == ["acme"]
+        assert [each.name async for each in admin.list_organizations()] == ["acme"]
         assert (await admin.create_project("acme", "web")).create_time == datetime(
             2026, 11, 20, 12, tzinfo=UTC
         )
-        assert [each.name for each in await admin.list_projects("acme")] == ["web"]
+        assert [each.name async for each in admin.list_projects("acme")] == ["web"]
         created = await admin.create_api_key("acme", "web", "laptop", lifetime=timedelta(days=30))
         assert (await admin.revoke_api_key("weir_ab12")).revoke_time is not None
-        assert (await admin.list_api_keys())[0].expire_time is None
+        assert [each.expire_time async for each in admin.list_api_keys()] == [None]
         quota = await admin.set_quota(
             QuotaSubject.PROJECT, "acme/web", QuotaDimension.COST_PER_MONTH, 5 * 10**12
         )
-        assert [each.quota_id for each in await admin.list_quotas("acme")] == ["q1"]
+        assert [each.quota_id async for each in admin.list_quotas("acme")] == ["q1"]
         await admin.delete_quota("q1")
         versions = await admin.set_price(
             "demo",
@@ -265,9 +265,12 @@ async def test_end_users_are_listed_page_by_page_and_limited() -> None:
         AsyncBillingClient(address, "key") as billing,
     ):
         found = [each async for each in billing.list_end_users("acme", prefix="b", page_size=1)]
-        await admin.list_quotas("acme", end_user="alice")
-        await admin.list_quotas("acme", label="team=search")
-        await admin.list_quotas(quota_id="q1")
+        limits = (
+            admin.list_quotas("acme", end_user="alice"),
+            admin.list_quotas("acme", label="team=search"),
+            admin.list_quotas(quota_id="q1"),
+        )
+        assert [each.quota_id for listed in limits async for each in listed] == ["q1"] * 3
         selector = await admin.set_quota(
             QuotaSubject.ORGANIZATION,
             "acme",
@@ -285,9 +288,9 @@ async def test_end_users_are_listed_page_by_page_and_limited() -> None:
     assert recorder.requests[:5] == [
         end_users_pb2.ListEndUsersRequest(**requested),
         end_users_pb2.ListEndUsersRequest(**requested, page_token="next"),
-        admin_pb.ListQuotasRequest(organization="acme", end_user="alice"),
-        admin_pb.ListQuotasRequest(organization="acme", label="team=search"),
-        admin_pb.ListQuotasRequest(quota_id="q1"),
+        admin_pb.ListQuotasRequest(organization="acme", end_user="alice", page_size=100),
+        admin_pb.ListQuotasRequest(organization="acme", label="team=search", page_size=100),
+        admin_pb.ListQuotasRequest(quota_id="q1", page_size=100),
     ]
     assert selector.for_each == "end_user"
 
@@ -338,7 +341,7 @@ async def test_calls_that_return_a_secret_are_never_retried() -> None:
         with pytest.raises(Unavailable):
             await admin.create_api_key("acme", "web", "laptop")
         assert len(recorder.requests) == 1
-        assert await admin.list_organizations() == []
+        assert [each async for each in admin.list_organizations()] == []
 
     assert len(recorder.requests) == 3
 
@@ -390,17 +393,17 @@ def test_the_blocking_twins_make_the_same_calls(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("WEIR_ADMIN_KEY", "key")
         with AdminClient() as admin:
             admin.create_organization("acme")
-            admin.list_organizations()
+            list(admin.list_organizations())
             admin.create_project("acme", "web")
-            admin.list_projects("acme")
+            list(admin.list_projects("acme"))
             assert admin.create_api_key("acme", "web", "laptop").secret == "s"
             admin.revoke_api_key("k1")
-            admin.list_api_keys("acme")
+            list(admin.list_api_keys("acme"))
             admin.set_quota(
                 QuotaSubject.API_KEY, "k1", QuotaDimension.TOKENS_PER_DAY, 5, model="demo"
             )
             admin.delete_quota("q1")
-            admin.list_quotas()
+            list(admin.list_quotas())
             [version] = admin.set_price(
                 "demo",
                 input_picos_per_token=1,

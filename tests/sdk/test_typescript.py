@@ -283,6 +283,11 @@ def test_administrators_have_their_calls(built: Path, service: Service) -> None:
         const answer = await client.complete("{MODEL}", {{
           prompt: "Hi", maxOutputTokens: 5, labels: {{ kind: "one" }},
         }});
+        const all = async (listed) => {{
+          const found = [];
+          for await (const each of listed) found.push(each);
+          return found;
+        }};
         const entries = [];
         for await (const entry of admin.listAuditEntries({{ pageSize: 2 }})) {{
           entries.push(entry);
@@ -293,9 +298,11 @@ def test_administrators_have_their_calls(built: Path, service: Service) -> None:
           pages.push(page);
         const file = await billing.exportMonth(month, "focus_csv", {{ organization: "tsshop" }});
         const values = [
-          quota, answer, entries, pages, await admin.listProjects("tsshop"),
-          await admin.listQuotas("tsshop"), await admin.listKeyQuotas(apiKey.prefix),
-          await admin.listApiKeys("tsshop"), await admin.listPrices(), await admin.listPlans(),
+          quota, answer, entries, pages, await all(admin.listProjects("tsshop")),
+          await all(admin.listQuotas("tsshop", {{ pageSize: 1 }})),
+          await admin.listKeyQuotas(apiKey.prefix),
+          await all(admin.listApiKeys("tsshop", {{ pageSize: 1 }})),
+          await admin.listPrices(), await admin.listPlans(),
           await admin.listLiveRequests(), await admin.listReplicas(),
           await admin.getRequest(answer.requestId), await admin.exportConfiguration("tsshop"),
           await billing.getMonthReport("tsshop", month), await billing.listMonths("tsshop"),
@@ -307,7 +314,7 @@ def test_administrators_have_their_calls(built: Path, service: Service) -> None:
           () => admin.setQuota("api-key", apiKey.prefix, "cost-per-year", 1),
           () => admin.setQuota("api-key", apiKey.prefix, "requests-per-minute", 1.5),
           () => admin.createProject("nobody", "web"),
-          () => admin.listOrganizations({{ signal: AbortSignal.abort() }}),
+          () => admin.listOrganizations({{ signal: AbortSignal.abort() }}).next(),
           () => billing.exportMonth(month, "focus_csv", {{ signal: AbortSignal.abort() }}),
         ]) await call().catch((error) => console.log(`${{error.name}}: ${{error.message}}`));
         await Promise.all([admin.close(), billing.close(), client.close()]);

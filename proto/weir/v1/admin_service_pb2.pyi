@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from weir.v1 import closures_pb2 as _closures_pb2
 from weir.v1 import prices_pb2 as _prices_pb2
 from weir.v1 import types_pb2 as _types_pb2
@@ -22,6 +23,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _ApiKeyState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ApiKeyStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ApiKeyState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    API_KEY_STATE_UNSPECIFIED: _ApiKeyState.ValueType  # 0
+    """Never sent. In a request: all states."""
+    API_KEY_STATE_VALID: _ApiKeyState.ValueType  # 1
+    """Neither revoked nor expired."""
+    API_KEY_STATE_ENDED: _ApiKeyState.ValueType  # 2
+    """Revoked or expired."""
+
+class ApiKeyState(_ApiKeyState, metaclass=_ApiKeyStateEnumTypeWrapper):
+    """State of a key."""
+
+API_KEY_STATE_UNSPECIFIED: ApiKeyState.ValueType  # 0
+"""Never sent. In a request: all states."""
+API_KEY_STATE_VALID: ApiKeyState.ValueType  # 1
+"""Neither revoked nor expired."""
+API_KEY_STATE_ENDED: ApiKeyState.ValueType  # 2
+"""Revoked or expired."""
+Global___ApiKeyState: _TypeAlias = ApiKeyState  # noqa: Y015
 
 @_typing.final
 class Organization(_message.Message):
@@ -661,12 +686,33 @@ class ListOrganizationsRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    SEARCH_FIELD_NUMBER: _builtins.int
+    ORGANIZATION_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Largest number of organizations, 1 to 1000, less if they would exceed 1 MiB. 0: all, or
+    INVALID_ARGUMENT if they exceed 1 MiB.
+    """
+    page_token: _builtins.str
+    """`next_page_token` of the previous page, with all other fields unchanged. Empty: the first page.
+    Malformed: INVALID_ARGUMENT.
+    """
+    search: _builtins.str
+    """Only names that begin with this. Empty: all."""
+    organization: _builtins.str
+    """Name or id of an organization: only this one. Empty: all. Unknown: NOT_FOUND."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        search: _builtins.str = ...,
+        organization: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization", "page_size", b"page_size", "page_token", b"page_token", "search", b"search"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -679,6 +725,9 @@ class ListOrganizationsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ORGANIZATIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty on the last page."""
     @_builtins.property
     def organizations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Organization]:
         """Sorted by name."""
@@ -687,10 +736,11 @@ class ListOrganizationsResponse(_message.Message):
         self,
         *,
         organizations: _abc.Iterable[Global___Organization] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["organizations", b"organizations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "organizations", b"organizations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1085,16 +1135,32 @@ class ListProjectsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ORGANIZATION_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    SEARCH_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of the organization. Unknown: NOT_FOUND."""
+    page_size: _builtins.int
+    """Largest number of projects, 1 to 1000, less if they would exceed 1 MiB. 0: all, or
+    INVALID_ARGUMENT if they exceed 1 MiB.
+    """
+    page_token: _builtins.str
+    """`next_page_token` of the previous page, with all other fields unchanged. Empty: the first page.
+    Malformed: INVALID_ARGUMENT.
+    """
+    search: _builtins.str
+    """Only names that begin with this. Empty: all."""
     def __init__(
         self,
         *,
         organization: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        search: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization", "page_size", b"page_size", "page_token", b"page_token", "search", b"search"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1107,6 +1173,9 @@ class ListProjectsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROJECTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty on the last page."""
     @_builtins.property
     def projects(self) -> _containers.RepeatedCompositeFieldContainer[Global___Project]:
         """Sorted by name."""
@@ -1115,10 +1184,11 @@ class ListProjectsResponse(_message.Message):
         self,
         *,
         projects: _abc.Iterable[Global___Project] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["projects", b"projects"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "projects", b"projects"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1515,10 +1585,26 @@ class ListApiKeysRequest(_message.Message):
     ORGANIZATION_FIELD_NUMBER: _builtins.int
     API_KEY_FIELD_NUMBER: _builtins.int
     UNUSED_FOR_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    SEARCH_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of an organization; empty: all."""
     api_key: _builtins.str
     """Id or prefix of a key: only this one. Unknown: NOT_FOUND."""
+    page_size: _builtins.int
+    """Largest number of keys, 1 to 1000, less if they would exceed 1 MiB. 0: all, or
+    INVALID_ARGUMENT if they exceed 1 MiB.
+    """
+    page_token: _builtins.str
+    """`next_page_token` of the previous page, with all other fields unchanged. Empty: the first page.
+    Malformed: INVALID_ARGUMENT.
+    """
+    search: _builtins.str
+    """Only keys whose name or prefix begins with this, in upper or lower case. Empty: all."""
+    state: Global___ApiKeyState.ValueType
+    """Only keys in this state. Unset: all."""
     @_builtins.property
     def unused_for(self) -> _duration_pb2.Duration:
         """Only keys that are not revoked and were not used for this long; keys whose uses are recorded
@@ -1531,10 +1617,14 @@ class ListApiKeysRequest(_message.Message):
         organization: _builtins.str = ...,
         api_key: _builtins.str = ...,
         unused_for: _duration_pb2.Duration | None = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        search: _builtins.str = ...,
+        state: Global___ApiKeyState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["unused_for", b"unused_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "organization", b"organization", "unused_for", b"unused_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "organization", b"organization", "page_size", b"page_size", "page_token", b"page_token", "search", b"search", "state", b"state", "unused_for", b"unused_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1547,6 +1637,9 @@ class ListApiKeysResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     API_KEYS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty on the last page."""
     @_builtins.property
     def api_keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___ApiKey]:
         """Newest first."""
@@ -1555,10 +1648,11 @@ class ListApiKeysResponse(_message.Message):
         self,
         *,
         api_keys: _abc.Iterable[Global___ApiKey] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_keys", b"api_keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_keys", b"api_keys", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1837,6 +1931,8 @@ class ListQuotasRequest(_message.Message):
     END_USER_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_NUMBER: _builtins.int
     QUOTA_ID_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of an organization: its limits and those of its projects and keys. Empty: all."""
     api_key: _builtins.str
@@ -1855,6 +1951,14 @@ class ListQuotasRequest(_message.Message):
     """
     quota_id: _builtins.str
     """Only the limit with this id, of whomever it is. Without any other field."""
+    page_size: _builtins.int
+    """Largest number of limits, 1 to 1000, less if they would exceed 1 MiB. 0: all, or
+    INVALID_ARGUMENT if they exceed 1 MiB. The limits of one key, end user or label have one page.
+    """
+    page_token: _builtins.str
+    """`next_page_token` of the previous page, with all other fields unchanged. Empty: the first page.
+    Malformed: INVALID_ARGUMENT.
+    """
     def __init__(
         self,
         *,
@@ -1864,10 +1968,12 @@ class ListQuotasRequest(_message.Message):
         end_user: _builtins.str = ...,
         label: _builtins.str = ...,
         quota_id: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "end_user", b"end_user", "label", b"label", "model", b"model", "organization", b"organization", "quota_id", b"quota_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "end_user", b"end_user", "label", b"label", "model", b"model", "organization", b"organization", "page_size", b"page_size", "page_token", b"page_token", "quota_id", b"quota_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1880,6 +1986,9 @@ class ListQuotasResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     QUOTAS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty on the last page."""
     @_builtins.property
     def quotas(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.QuotaStatus]:
         """Sorted by subject, then dimension."""
@@ -1888,10 +1997,11 @@ class ListQuotasResponse(_message.Message):
         self,
         *,
         quotas: _abc.Iterable[_types_pb2.QuotaStatus] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["quotas", b"quotas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "quotas", b"quotas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -415,16 +415,28 @@ class ListAlertWebhooksRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ORGANIZATION_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of an organization; empty: all. Unknown: NOT_FOUND."""
+    page_size: _builtins.int
+    """Largest number of webhooks, 1 to 1000, less if they would exceed 1 MiB. 0: all, or
+    INVALID_ARGUMENT if they exceed 1 MiB.
+    """
+    page_token: _builtins.str
+    """`next_page_token` of the previous page, with all other fields unchanged. Empty: the first page.
+    Malformed: INVALID_ARGUMENT.
+    """
     def __init__(
         self,
         *,
         organization: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -437,6 +449,9 @@ class ListAlertWebhooksResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WEBHOOKS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty on the last page."""
     @_builtins.property
     def webhooks(self) -> _containers.RepeatedCompositeFieldContainer[Global___AlertWebhook]:
         """Sorted by the organization's name."""
@@ -445,10 +460,11 @@ class ListAlertWebhooksResponse(_message.Message):
         self,
         *,
         webhooks: _abc.Iterable[Global___AlertWebhook] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["webhooks", b"webhooks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "webhooks", b"webhooks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1212,19 +1212,31 @@ class ListAdjustmentsRequest(_message.Message):
 
     ORGANIZATION_FIELD_NUMBER: _builtins.int
     UNDECIDED_ONLY_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of the organization. Unknown: NOT_FOUND."""
     undecided_only: _builtins.bool
     """Only pending ones."""
+    page_size: _builtins.int
+    """Largest number of adjustments, 1 to 1000, less if they would exceed 1 MiB. 0: all, or
+    INVALID_ARGUMENT if they exceed 1 MiB.
+    """
+    page_token: _builtins.str
+    """`next_page_token` of the previous page, with all other fields unchanged. Empty: the first page.
+    Malformed: INVALID_ARGUMENT.
+    """
     def __init__(
         self,
         *,
         organization: _builtins.str = ...,
         undecided_only: _builtins.bool = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization", "undecided_only", b"undecided_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization", "page_size", b"page_size", "page_token", b"page_token", "undecided_only", b"undecided_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1237,6 +1249,9 @@ class ListAdjustmentsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ADJUSTMENTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty on the last page."""
     @_builtins.property
     def adjustments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adjustment]:
         """All of them."""
@@ -1245,10 +1260,11 @@ class ListAdjustmentsResponse(_message.Message):
         self,
         *,
         adjustments: _abc.Iterable[Global___Adjustment] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

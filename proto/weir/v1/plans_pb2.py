@@ -28,7 +28,7 @@ from weir.v1 import inference_service_pb2 as weir_dot_v1_dot_inference__service_
 from weir.v1 import types_pb2 as weir_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13weir/v1/plans.proto\x12\x07weir.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bweir/v1/configuration.proto\x1a\x1fweir/v1/inference_service.proto\x1a\x13weir/v1/types.proto\"V\n\rTokenSelector\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\ntoken_kind\x18\x02 \x01(\t\x12\"\n\x04tier\x18\x03 \x01(\x0e\x32\x14.weir.v1.ServiceTier\"N\n\rPlanAllowance\x12(\n\x08selector\x18\x01 \x01(\x0b\x32\x16.weir.v1.TokenSelector\x12\x13\n\x0btoken_count\x18\x02 \x01(\x03\"\x99\x01\n\rPlanPriceStep\x12\x1e\n\x11up_to_token_count\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x0bprice_picos\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0bprice_milli\x18\x03 \x01(\x03H\x02\x88\x01\x01\x42\x14\n\x12_up_to_token_countB\x0e\n\x0c_price_picosB\x0e\n\x0c_price_milli\"p\n\x0fPlanTieredPrice\x12(\n\x08selector\x18\x01 \x01(\x0b\x32\x16.weir.v1.TokenSelector\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12%\n\x05steps\x18\x03 \x03(\x0b\x32\x16.weir.v1.PlanPriceStep\"\xc6\x01\n\x11PlanConfiguration\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rcurrency_code\x18\x02 \x01(\t\x12*\n\nallowances\x18\x03 \x03(\x0b\x32\x16.weir.v1.PlanAllowance\x12/\n\rtiered_prices\x18\x04 \x03(\x0b\x32\x18.weir.v1.PlanTieredPrice\x12\x18\n\x10\x63ommitment_picos\x18\x05 \x01(\x03\x12\x15\n\rorganizations\x18\x06 \x03(\t\"{\n\x04Plan\x12\x31\n\rconfiguration\x18\x01 \x01(\x0b\x32\x1a.weir.v1.PlanConfiguration\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"=\n\x11\x43reatePlanRequest\x12(\n\x04plan\x18\x01 \x01(\x0b\x32\x1a.weir.v1.PlanConfiguration\"B\n\x12\x43reatePlanResponse\x12\x1b\n\x04plan\x18\x01 \x01(\x0b\x32\r.weir.v1.Plan\x12\x0f\n\x07\x65xisted\x18\x02 \x01(\x08\"6\n\x10ListPlansRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0corganization\x18\x02 \x01(\t\"_\n\x11ListPlansResponse\x12\x1c\n\x05plans\x18\x01 \x03(\x0b\x32\r.weir.v1.Plan\x12,\n\x0b\x61ssignments\x18\x02 \x03(\x0b\x32\x17.weir.v1.PlanAssignment\"\x8d\x01\n\x0ePlanAssignment\x12\x17\n\x0forganization_id\x18\x01 \x01(\t\x12\x19\n\x11organization_name\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_month\x18\x03 \x01(\t\x12\x0c\n\x04plan\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\x13\n\x0b\x61ssigned_by\x18\x06 \x01(\t\"]\n\x11\x41ssignPlanRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x0c\n\x04plan\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x13\n\x0b\x66irst_month\x18\x04 \x01(\t\"R\n\x12\x41ssignPlanResponse\x12+\n\nassignment\x18\x01 \x01(\x0b\x32\x17.weir.v1.PlanAssignment\x12\x0f\n\x07\x65xisted\x18\x02 \x01(\x08\"\xf6\x02\n\x0b\x43reditGrant\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\x19\n\x11organization_name\x18\x03 \x01(\t\x12\x1e\n\x06\x61mount\x18\x04 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1d\n\x05spent\x18\x05 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1f\n\x07\x65xpired\x18\x06 \x01(\x0b\x32\x0e.weir.v1.Money\x12!\n\tremaining\x18\x07 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x13\n\x0b\x66irst_month\x18\x08 \x01(\t\x12\x12\n\nlast_month\x18\t \x01(\t\x12\x0e\n\x06reason\x18\n \x01(\t\x12\x12\n\ngranted_by\x18\x0b \x01(\t\x12/\n\x0b\x63reate_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12 \n\x08refunded\x18\r \x01(\x0b\x32\x0e.weir.v1.Money\"\x8d\x01\n\x12GrantCreditRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x14\n\x0c\x61mount_picos\x18\x02 \x01(\x03\x12\x13\n\x0b\x66irst_month\x18\x03 \x01(\t\x12\x12\n\nlast_month\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x12\n\nrequest_id\x18\x06 \x01(\t\":\n\x13GrantCreditResponse\x12#\n\x05grant\x18\x01 \x01(\x0b\x32\x14.weir.v1.CreditGrant\"/\n\x17ListCreditGrantsRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\"@\n\x18ListCreditGrantsResponse\x12$\n\x06grants\x18\x01 \x03(\x0b\x32\x14.weir.v1.CreditGrant\"/\n\x17GetCreditBalanceRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\"\xe5\x01\n\x18GetCreditBalanceResponse\x12\x17\n\x0forganization_id\x18\x01 \x01(\t\x12\x19\n\x11organization_name\x18\x02 \x01(\t\x12\x0f\n\x07prepaid\x18\x03 \x01(\x08\x12!\n\tremaining\x18\x04 \x01(\x0b\x32\x0e.weir.v1.Money\x12 \n\x08unbilled\x18\x05 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1c\n\x04held\x18\x06 \x01(\x0b\x32\x0e.weir.v1.Money\x12!\n\tavailable\x18\x07 \x01(\x0b\x32\x0e.weir.v1.Money\"f\n\x11SetPrepaidRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x0f\n\x07prepaid\x18\x02 \x01(\x08\x12*\n\x08\x61lert_at\x18\x03 \x01(\x0b\x32\x18.weir.v1.AlertThresholds\"%\n\x12SetPrepaidResponse\x12\x0f\n\x07\x65xisted\x18\x01 \x01(\x08\"\x94\x01\n\x15SimulatePricesRequest\x12\r\n\x05month\x18\x01 \x01(\t\x12\x14\n\x0corganization\x18\x02 \x01(\t\x12+\n\x06prices\x18\x03 \x03(\x0b\x32\x1b.weir.v1.PriceConfiguration\x12)\n\x05plans\x18\x04 \x03(\x0b\x32\x1a.weir.v1.PlanConfiguration\"G\n\x16SimulatePricesResponse\x12-\n\tcustomers\x18\x01 \x03(\x0b\x32\x1a.weir.v1.SimulatedCustomer\"\xec\x01\n\x11SimulatedCustomer\x12\x17\n\x0forganization_id\x18\x01 \x01(\t\x12\x19\n\x11organization_name\x18\x02 \x01(\t\x12\x13\n\x0btoken_count\x18\x03 \x01(\x03\x12\"\n\nold_amount\x18\x04 \x01(\x0b\x32\x0e.weir.v1.Money\x12\"\n\nnew_amount\x18\x05 \x01(\x0b\x32\x0e.weir.v1.Money\x12\"\n\ndifference\x18\x06 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x10\n\x08old_plan\x18\x07 \x01(\t\x12\x10\n\x08new_plan\x18\x08 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13weir/v1/plans.proto\x12\x07weir.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bweir/v1/configuration.proto\x1a\x1fweir/v1/inference_service.proto\x1a\x13weir/v1/types.proto\"V\n\rTokenSelector\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\ntoken_kind\x18\x02 \x01(\t\x12\"\n\x04tier\x18\x03 \x01(\x0e\x32\x14.weir.v1.ServiceTier\"N\n\rPlanAllowance\x12(\n\x08selector\x18\x01 \x01(\x0b\x32\x16.weir.v1.TokenSelector\x12\x13\n\x0btoken_count\x18\x02 \x01(\x03\"\x99\x01\n\rPlanPriceStep\x12\x1e\n\x11up_to_token_count\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x0bprice_picos\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0bprice_milli\x18\x03 \x01(\x03H\x02\x88\x01\x01\x42\x14\n\x12_up_to_token_countB\x0e\n\x0c_price_picosB\x0e\n\x0c_price_milli\"p\n\x0fPlanTieredPrice\x12(\n\x08selector\x18\x01 \x01(\x0b\x32\x16.weir.v1.TokenSelector\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12%\n\x05steps\x18\x03 \x03(\x0b\x32\x16.weir.v1.PlanPriceStep\"\xc6\x01\n\x11PlanConfiguration\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rcurrency_code\x18\x02 \x01(\t\x12*\n\nallowances\x18\x03 \x03(\x0b\x32\x16.weir.v1.PlanAllowance\x12/\n\rtiered_prices\x18\x04 \x03(\x0b\x32\x18.weir.v1.PlanTieredPrice\x12\x18\n\x10\x63ommitment_picos\x18\x05 \x01(\x03\x12\x15\n\rorganizations\x18\x06 \x03(\t\"{\n\x04Plan\x12\x31\n\rconfiguration\x18\x01 \x01(\x0b\x32\x1a.weir.v1.PlanConfiguration\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"=\n\x11\x43reatePlanRequest\x12(\n\x04plan\x18\x01 \x01(\x0b\x32\x1a.weir.v1.PlanConfiguration\"B\n\x12\x43reatePlanResponse\x12\x1b\n\x04plan\x18\x01 \x01(\x0b\x32\r.weir.v1.Plan\x12\x0f\n\x07\x65xisted\x18\x02 \x01(\x08\"]\n\x10ListPlansRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0corganization\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"x\n\x11ListPlansResponse\x12\x1c\n\x05plans\x18\x01 \x03(\x0b\x32\r.weir.v1.Plan\x12,\n\x0b\x61ssignments\x18\x02 \x03(\x0b\x32\x17.weir.v1.PlanAssignment\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"\x8d\x01\n\x0ePlanAssignment\x12\x17\n\x0forganization_id\x18\x01 \x01(\t\x12\x19\n\x11organization_name\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_month\x18\x03 \x01(\t\x12\x0c\n\x04plan\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\x13\n\x0b\x61ssigned_by\x18\x06 \x01(\t\"]\n\x11\x41ssignPlanRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x0c\n\x04plan\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x13\n\x0b\x66irst_month\x18\x04 \x01(\t\"R\n\x12\x41ssignPlanResponse\x12+\n\nassignment\x18\x01 \x01(\x0b\x32\x17.weir.v1.PlanAssignment\x12\x0f\n\x07\x65xisted\x18\x02 \x01(\x08\"\xf6\x02\n\x0b\x43reditGrant\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\x19\n\x11organization_name\x18\x03 \x01(\t\x12\x1e\n\x06\x61mount\x18\x04 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1d\n\x05spent\x18\x05 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1f\n\x07\x65xpired\x18\x06 \x01(\x0b\x32\x0e.weir.v1.Money\x12!\n\tremaining\x18\x07 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x13\n\x0b\x66irst_month\x18\x08 \x01(\t\x12\x12\n\nlast_month\x18\t \x01(\t\x12\x0e\n\x06reason\x18\n \x01(\t\x12\x12\n\ngranted_by\x18\x0b \x01(\t\x12/\n\x0b\x63reate_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12 \n\x08refunded\x18\r \x01(\x0b\x32\x0e.weir.v1.Money\"\x8d\x01\n\x12GrantCreditRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x14\n\x0c\x61mount_picos\x18\x02 \x01(\x03\x12\x13\n\x0b\x66irst_month\x18\x03 \x01(\t\x12\x12\n\nlast_month\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x12\n\nrequest_id\x18\x06 \x01(\t\":\n\x13GrantCreditResponse\x12#\n\x05grant\x18\x01 \x01(\x0b\x32\x14.weir.v1.CreditGrant\"V\n\x17ListCreditGrantsRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"Y\n\x18ListCreditGrantsResponse\x12$\n\x06grants\x18\x01 \x03(\x0b\x32\x14.weir.v1.CreditGrant\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"/\n\x17GetCreditBalanceRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\"\xe5\x01\n\x18GetCreditBalanceResponse\x12\x17\n\x0forganization_id\x18\x01 \x01(\t\x12\x19\n\x11organization_name\x18\x02 \x01(\t\x12\x0f\n\x07prepaid\x18\x03 \x01(\x08\x12!\n\tremaining\x18\x04 \x01(\x0b\x32\x0e.weir.v1.Money\x12 \n\x08unbilled\x18\x05 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x1c\n\x04held\x18\x06 \x01(\x0b\x32\x0e.weir.v1.Money\x12!\n\tavailable\x18\x07 \x01(\x0b\x32\x0e.weir.v1.Money\"f\n\x11SetPrepaidRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x0f\n\x07prepaid\x18\x02 \x01(\x08\x12*\n\x08\x61lert_at\x18\x03 \x01(\x0b\x32\x18.weir.v1.AlertThresholds\"%\n\x12SetPrepaidResponse\x12\x0f\n\x07\x65xisted\x18\x01 \x01(\x08\"\x94\x01\n\x15SimulatePricesRequest\x12\r\n\x05month\x18\x01 \x01(\t\x12\x14\n\x0corganization\x18\x02 \x01(\t\x12+\n\x06prices\x18\x03 \x03(\x0b\x32\x1b.weir.v1.PriceConfiguration\x12)\n\x05plans\x18\x04 \x03(\x0b\x32\x1a.weir.v1.PlanConfiguration\"G\n\x16SimulatePricesResponse\x12-\n\tcustomers\x18\x01 \x03(\x0b\x32\x1a.weir.v1.SimulatedCustomer\"\xec\x01\n\x11SimulatedCustomer\x12\x17\n\x0forganization_id\x18\x01 \x01(\t\x12\x19\n\x11organization_name\x18\x02 \x01(\t\x12\x13\n\x0btoken_count\x18\x03 \x01(\x03\x12\"\n\nold_amount\x18\x04 \x01(\x0b\x32\x0e.weir.v1.Money\x12\"\n\nnew_amount\x18\x05 \x01(\x0b\x32\x0e.weir.v1.Money\x12\"\n\ndifference\x18\x06 \x01(\x0b\x32\x0e.weir.v1.Money\x12\x10\n\x08old_plan\x18\x07 \x01(\t\x12\x10\n\x08new_plan\x18\x08 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,37 +52,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CREATEPLANRESPONSE']._serialized_start=975
   _globals['_CREATEPLANRESPONSE']._serialized_end=1041
   _globals['_LISTPLANSREQUEST']._serialized_start=1043
-  _globals['_LISTPLANSREQUEST']._serialized_end=1097
-  _globals['_LISTPLANSRESPONSE']._serialized_start=1099
-  _globals['_LISTPLANSRESPONSE']._serialized_end=1194
-  _globals['_PLANASSIGNMENT']._serialized_start=1197
-  _globals['_PLANASSIGNMENT']._serialized_end=1338
-  _globals['_ASSIGNPLANREQUEST']._serialized_start=1340
-  _globals['_ASSIGNPLANREQUEST']._serialized_end=1433
-  _globals['_ASSIGNPLANRESPONSE']._serialized_start=1435
-  _globals['_ASSIGNPLANRESPONSE']._serialized_end=1517
-  _globals['_CREDITGRANT']._serialized_start=1520
-  _globals['_CREDITGRANT']._serialized_end=1894
-  _globals['_GRANTCREDITREQUEST']._serialized_start=1897
-  _globals['_GRANTCREDITREQUEST']._serialized_end=2038
-  _globals['_GRANTCREDITRESPONSE']._serialized_start=2040
-  _globals['_GRANTCREDITRESPONSE']._serialized_end=2098
-  _globals['_LISTCREDITGRANTSREQUEST']._serialized_start=2100
-  _globals['_LISTCREDITGRANTSREQUEST']._serialized_end=2147
-  _globals['_LISTCREDITGRANTSRESPONSE']._serialized_start=2149
-  _globals['_LISTCREDITGRANTSRESPONSE']._serialized_end=2213
-  _globals['_GETCREDITBALANCEREQUEST']._serialized_start=2215
-  _globals['_GETCREDITBALANCEREQUEST']._serialized_end=2262
-  _globals['_GETCREDITBALANCERESPONSE']._serialized_start=2265
-  _globals['_GETCREDITBALANCERESPONSE']._serialized_end=2494
-  _globals['_SETPREPAIDREQUEST']._serialized_start=2496
-  _globals['_SETPREPAIDREQUEST']._serialized_end=2598
-  _globals['_SETPREPAIDRESPONSE']._serialized_start=2600
-  _globals['_SETPREPAIDRESPONSE']._serialized_end=2637
-  _globals['_SIMULATEPRICESREQUEST']._serialized_start=2640
-  _globals['_SIMULATEPRICESREQUEST']._serialized_end=2788
-  _globals['_SIMULATEPRICESRESPONSE']._serialized_start=2790
-  _globals['_SIMULATEPRICESRESPONSE']._serialized_end=2861
-  _globals['_SIMULATEDCUSTOMER']._serialized_start=2864
-  _globals['_SIMULATEDCUSTOMER']._serialized_end=3100
+  _globals['_LISTPLANSREQUEST']._serialized_end=1136
+  _globals['_LISTPLANSRESPONSE']._serialized_start=1138
+  _globals['_LISTPLANSRESPONSE']._serialized_end=1258
+  _globals['_PLANASSIGNMENT']._serialized_start=1261
+  _globals['_PLANASSIGNMENT']._serialized_end=1402
+  _globals['_ASSIGNPLANREQUEST']._serialized_start=1404
+  _globals['_ASSIGNPLANREQUEST']._serialized_end=1497
+  _globals['_ASSIGNPLANRESPONSE']._serialized_start=1499
+  _globals['_ASSIGNPLANRESPONSE']._serialized_end=1581
+  _globals['_CREDITGRANT']._serialized_start=1584
+  _globals['_CREDITGRANT']._serialized_end=1958
+  _globals['_GRANTCREDITREQUEST']._serialized_start=1961
+  _globals['_GRANTCREDITREQUEST']._serialized_end=2102
+  _globals['_GRANTCREDITRESPONSE']._serialized_start=2104
+  _globals['_GRANTCREDITRESPONSE']._serialized_end=2162
+  _globals['_LISTCREDITGRANTSREQUEST']._serialized_start=2164
+  _globals['_LISTCREDITGRANTSREQUEST']._serialized_end=2250
+  _globals['_LISTCREDITGRANTSRESPONSE']._serialized_start=2252
+  _globals['_LISTCREDITGRANTSRESPONSE']._serialized_end=2341
+  _globals['_GETCREDITBALANCEREQUEST']._serialized_start=2343
+  _globals['_GETCREDITBALANCEREQUEST']._serialized_end=2390
+  _globals['_GETCREDITBALANCERESPONSE']._serialized_start=2393
+  _globals['_GETCREDITBALANCERESPONSE']._serialized_end=2622
+  _globals['_SETPREPAIDREQUEST']._serialized_start=2624
+  _globals['_SETPREPAIDREQUEST']._serialized_end=2726
+  _globals['_SETPREPAIDRESPONSE']._serialized_start=2728
+  _globals['_SETPREPAIDRESPONSE']._serialized_end=2765
+  _globals['_SIMULATEPRICESREQUEST']._serialized_start=2768
+  _globals['_SIMULATEPRICESREQUEST']._serialized_end=2916
+  _globals['_SIMULATEPRICESRESPONSE']._serialized_start=2918
+  _globals['_SIMULATEPRICESRESPONSE']._serialized_end=2989
+  _globals['_SIMULATEDCUSTOMER']._serialized_start=2992
+  _globals['_SIMULATEDCUSTOMER']._serialized_end=3228
 # @@protoc_insertion_point(module_scope)

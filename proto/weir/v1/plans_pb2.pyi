@@ -305,19 +305,31 @@ class ListPlansRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     ORGANIZATION_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Only versions of this plan; empty: all."""
     organization: _builtins.str
     """Only assignments of this organization, by name or id; empty: all. Unknown: NOT_FOUND."""
+    page_size: _builtins.int
+    """Largest number of plans and assignments, 1 to 1000, less if they would exceed 1 MiB. 0: all, or
+    INVALID_ARGUMENT if they exceed 1 MiB.
+    """
+    page_token: _builtins.str
+    """`next_page_token` of the previous page, with all other fields unchanged. Empty: the first page.
+    Malformed: INVALID_ARGUMENT.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         organization: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "organization", b"organization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "organization", b"organization", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -331,6 +343,9 @@ class ListPlansResponse(_message.Message):
 
     PLANS_FIELD_NUMBER: _builtins.int
     ASSIGNMENTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty on the last page."""
     @_builtins.property
     def plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Plan]:
         """Sorted by name, the latest version first."""
@@ -344,10 +359,11 @@ class ListPlansResponse(_message.Message):
         *,
         plans: _abc.Iterable[Global___Plan] | None = ...,
         assignments: _abc.Iterable[Global___PlanAssignment] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "plans", b"plans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "next_page_token", b"next_page_token", "plans", b"plans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -616,16 +632,28 @@ class ListCreditGrantsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ORGANIZATION_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of an organization; empty: all. Unknown: NOT_FOUND."""
+    page_size: _builtins.int
+    """Largest number of grants, 1 to 1000, less if they would exceed 1 MiB. 0: all, or
+    INVALID_ARGUMENT if they exceed 1 MiB.
+    """
+    page_token: _builtins.str
+    """`next_page_token` of the previous page, with all other fields unchanged. Empty: the first page.
+    Malformed: INVALID_ARGUMENT.
+    """
     def __init__(
         self,
         *,
         organization: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -638,6 +666,9 @@ class ListCreditGrantsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GRANTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty on the last page."""
     @_builtins.property
     def grants(self) -> _containers.RepeatedCompositeFieldContainer[Global___CreditGrant]:
         """Sorted by organization, then by expiry, the earliest first."""
@@ -646,10 +677,11 @@ class ListCreditGrantsResponse(_message.Message):
         self,
         *,
         grants: _abc.Iterable[Global___CreditGrant] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

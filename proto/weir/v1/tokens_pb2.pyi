@@ -366,16 +366,28 @@ class ListTokenIssuersRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ORGANIZATION_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of an organization; empty: all. Unknown: NOT_FOUND."""
+    page_size: _builtins.int
+    """Largest number of issuers, 1 to 1000, less if they would exceed 1 MiB. 0: all, or
+    INVALID_ARGUMENT if they exceed 1 MiB.
+    """
+    page_token: _builtins.str
+    """`next_page_token` of the previous page, with all other fields unchanged. Empty: the first page.
+    Malformed: INVALID_ARGUMENT.
+    """
     def __init__(
         self,
         *,
         organization: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organization", b"organization", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -388,6 +400,9 @@ class ListTokenIssuersResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_ISSUERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty on the last page."""
     @_builtins.property
     def token_issuers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIssuer]:
         """The newest first."""
@@ -396,10 +411,11 @@ class ListTokenIssuersResponse(_message.Message):
         self,
         *,
         token_issuers: _abc.Iterable[Global___TokenIssuer] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_issuers", b"token_issuers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "token_issuers", b"token_issuers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

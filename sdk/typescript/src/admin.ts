@@ -1,25 +1,27 @@
 /** Client of the admin API: tenants, keys, limits, prices, live requests, replicas, webhooks. */
 
-import { fromJson, type JsonObject, type JsonValue, toJson } from "@bufbuild/protobuf";
+import { create, fromJson, type JsonObject, type JsonValue, toJson } from "@bufbuild/protobuf";
 import { timestampFromDate } from "@bufbuild/protobuf/wkt";
 import type { CallOptionsOf } from "./connection.js";
 import { AdminService } from "./gen/weir/v1/admin_service_pb.js";
 import { ConfigurationSchema } from "./gen/weir/v1/configuration_pb.js";
-import { PlanConfigurationSchema, SimulatePricesRequestSchema } from "./gen/weir/v1/plans_pb.js";
+import {
+  ListPlansResponseSchema,
+  PlanConfigurationSchema,
+  SimulatePricesRequestSchema,
+} from "./gen/weir/v1/plans_pb.js";
 import { AdminCalls } from "./generated_calls.js";
 import type {
   AuditEntry,
-  Invitation,
-  Member,
-  Person,
   Plan,
   PlanAssignment,
-  ProvisionedGroup,
+  PlanList,
   QuotaStatus,
-  ServiceAccount,
   SimulatedCustomer,
 } from "./generated_values.js";
 import * as wire from "./wire.js";
+
+const ASSIGNMENTS_PER_PAGE = 1000;
 
 /** Options of `listAuditEntries`. */
 export interface AuditOptions extends CallOptionsOf {
@@ -85,25 +87,29 @@ export class AdminClient extends AdminCalls {
   }
 
   /**
-   * Returns the limits of one organization, its projects and keys, or all, with remainders.
+   * Yields the limits of one organization, its projects and keys, or all, with remainders.
    *
-   * @param options.endUser returns the limits of this end user of the organization instead.
-   * @param options.label returns the limits of this label, "KEY=VALUE", instead.
-   * @param options.quotaId returns the limit with this id only.
+   * @param options.endUser selects the limits of this end user of the organization instead.
+   * @param options.label selects the limits of this label, "KEY=VALUE", instead.
+   * @param options.quotaId selects the limit with this id only.
    */
-  async listQuotas(
+  async *listQuotas(
     organization = "",
-    options: CallOptionsOf & {
+    options: PageOptions & {
       readonly endUser?: string;
       readonly label?: string;
       readonly quotaId?: string;
     } = {},
-  ): Promise<QuotaStatus[]> {
-    const { endUser = "", label = "", quotaId = "" } = options;
+  ): AsyncGenerator<QuotaStatus, void, void> {
+    const { endUser = "", label = "", quotaId = "", pageSize = 100 } = options;
     const { listQuotas } = AdminService.method;
-    const init = { organization, endUser, label, quotaId };
-    const response = await this.connection.call(listQuotas, init, options);
-    return response.quotas.map((each) => wire.quotaStatus(each));
+    for (let pageToken = ""; ; ) {
+      const init = { organization, endUser, label, quotaId, pageSize, pageToken };
+      const page = await this.connection.call(listQuotas, init, options);
+      for (const each of page.quotas) yield wire.quotaStatus(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
+    }
   }
 
   /**
@@ -141,92 +147,6 @@ export class AdminClient extends AdminCalls {
   }
 
   /**
-   * Yields the members of an organization by e-mail address.
-   *
-   * @param options.search selects the addresses that begin with it.
-   */
-  async *listMembers(
-    organization: string,
-    options: PageOptions & { readonly search?: string } = {},
-  ): AsyncGenerator<Member, void, void> {
-    const { search = "", pageSize = 100 } = options;
-    for (let pageToken = ""; ; ) {
-      const init = { organization, search, pageSize, pageToken };
-      const { listMembers } = AdminService.method;
-      const page = await this.connection.call(listMembers, init, options);
-      for (const each of page.members) yield wire.member(each);
-      if (page.nextPageToken === "") return;
-      pageToken = page.nextPageToken;
-    }
-  }
-
-  /** Yields the invitations of an organization that are neither accepted nor revoked. */
-  async *listInvitations(
-    organization: string,
-    options: PageOptions = {},
-  ): AsyncGenerator<Invitation, void, void> {
-    const { pageSize = 100 } = options;
-    for (let pageToken = ""; ; ) {
-      const init = { organization, pageSize, pageToken };
-      const { listInvitations } = AdminService.method;
-      const page = await this.connection.call(listInvitations, init, options);
-      for (const each of page.invitations) yield wire.invitation(each);
-      if (page.nextPageToken === "") return;
-      pageToken = page.nextPageToken;
-    }
-  }
-
-  /** Yields the groups of an organization's identity provider by name, with their roles. */
-  async *listProvisionedGroups(
-    organization: string,
-    options: PageOptions = {},
-  ): AsyncGenerator<ProvisionedGroup, void, void> {
-    const { pageSize = 100 } = options;
-    for (let pageToken = ""; ; ) {
-      const init = { organization, pageSize, pageToken };
-      const { listProvisionedGroups } = AdminService.method;
-      const page = await this.connection.call(listProvisionedGroups, init, options);
-      for (const each of page.groups) yield wire.provisionedGroup(each);
-      if (page.nextPageToken === "") return;
-      pageToken = page.nextPageToken;
-    }
-  }
-
-  /** Yields the service accounts of an organization by name. */
-  async *listServiceAccounts(
-    organization: string,
-    options: PageOptions = {},
-  ): AsyncGenerator<ServiceAccount, void, void> {
-    const { pageSize = 100 } = options;
-    for (let pageToken = ""; ; ) {
-      const init = { organization, pageSize, pageToken };
-      const { listServiceAccounts } = AdminService.method;
-      const page = await this.connection.call(listServiceAccounts, init, options);
-      for (const each of page.serviceAccounts) yield wire.serviceAccount(each);
-      if (page.nextPageToken === "") return;
-      pageToken = page.nextPageToken;
-    }
-  }
-
-  /**
-   * Yields the persons of all organizations by e-mail address.
-   *
-   * @param options.search selects the addresses that begin with it.
-   */
-  async *listPersons(
-    options: PageOptions & { readonly search?: string } = {},
-  ): AsyncGenerator<Person, void, void> {
-    const { search = "", pageSize = 100 } = options;
-    for (let pageToken = ""; ; ) {
-      const init = { search, pageSize, pageToken };
-      const page = await this.connection.call(AdminService.method.listPersons, init, options);
-      for (const each of page.persons) yield wire.person(each);
-      if (page.nextPageToken === "") return;
-      pageToken = page.nextPageToken;
-    }
-  }
-
-  /**
    * Computes the bills of a past month with other prices or plans. Changes nothing.
    *
    * @param month `YYYY-MM`, in UTC.
@@ -243,6 +163,28 @@ export class AdminClient extends AdminCalls {
     const { simulatePrices } = AdminService.method;
     const response = await this.connection.call(simulatePrices, request, options);
     return response.customers.map((each) => wire.simulatedCustomer(each));
+  }
+
+  /**
+   * Returns plans, or the versions of one, and to which organizations they are assigned.
+   *
+   * @param options.organization selects assignments, by name or id.
+   */
+  async listPlans(
+    name = "",
+    options: CallOptionsOf & { readonly organization?: string } = {},
+  ): Promise<PlanList> {
+    const { organization = "" } = options;
+    const { listPlans } = AdminService.method;
+    const found = create(ListPlansResponseSchema);
+    for (let pageToken = ""; ; ) {
+      const init = { name, organization, pageSize: ASSIGNMENTS_PER_PAGE, pageToken };
+      const page = await this.connection.call(listPlans, init, options);
+      found.plans.push(...page.plans);
+      found.assignments.push(...page.assignments);
+      if (page.nextPageToken === "") return wire.planList(found);
+      pageToken = page.nextPageToken;
+    }
   }
 
   /**

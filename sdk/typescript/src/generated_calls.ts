@@ -11,6 +11,7 @@ import type { CallOptionsOf } from "./connection.js";
 import { defined, duration, numberOf, whole } from "./conversion.js";
 import {
   AdminService,
+  ApiKeyState as ApiKeyStateMessage,
 } from "./gen/weir/v1/admin_service_pb.js";
 import {
   BillingService,
@@ -34,6 +35,7 @@ import {
   type Alert,
   type AlertWebhook,
   type ApiKey,
+  type ApiKeyState,
   type AppliedConfiguration,
   type AppliedFleet,
   type AuditPage,
@@ -52,6 +54,7 @@ import {
   type ErasedEndUser,
   type ErasedPerson,
   type FleetVersion,
+  type Invitation,
   type KilledRequest,
   type LiveView,
   type Member,
@@ -60,7 +63,6 @@ import {
   type MonthVerification,
   type Organization,
   type Person,
-  type PlanList,
   type PriceList,
   type PriceVersion,
   type Project,
@@ -113,6 +115,16 @@ export interface CloseOrganizationOptions extends CallOptionsOf {
   readonly validateOnly?: boolean | undefined;
 }
 
+/** Options of `listOrganizations`. */
+export interface ListOrganizationsOptions extends CallOptionsOf {
+  /** Number of items per call to the server, 1 to 1000. */
+  readonly pageSize?: number | undefined;
+  /** Only names that begin with this. Empty: all. */
+  readonly search?: string | undefined;
+  /** Name or id of an organization: only this one. Empty: all. Unknown: NotFound. */
+  readonly organization?: string | undefined;
+}
+
 /** Options of `createProject`. */
 export interface CreateProjectOptions extends CallOptionsOf {
   /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
@@ -143,6 +155,14 @@ export interface ExportAuditEntriesOptions extends CallOptionsOf {
   readonly afterEntryId?: number | bigint | undefined;
   /** Largest number of entries, 1 to 1000. Default 1000. */
   readonly pageSize?: number | undefined;
+}
+
+/** Options of `listProjects`. */
+export interface ListProjectsOptions extends CallOptionsOf {
+  /** Number of items per call to the server, 1 to 1000. */
+  readonly pageSize?: number | undefined;
+  /** Only names that begin with this. Empty: all. */
+  readonly search?: string | undefined;
 }
 
 /** Options of `createApiKey`. */
@@ -274,6 +294,12 @@ export interface ListApiKeysOptions extends CallOptionsOf {
    * for less time are left out. Zero or negative: InvalidRequest.
    */
   readonly unusedForMs?: number | undefined;
+  /** Number of items per call to the server, 1 to 1000. */
+  readonly pageSize?: number | undefined;
+  /** Only keys whose name or prefix begins with this, in upper or lower case. Empty: all. */
+  readonly search?: string | undefined;
+  /** Only keys in this state. Unset: all. */
+  readonly state?: ApiKeyState | undefined;
 }
 
 /** Options of `setQuota`. */
@@ -390,14 +416,6 @@ export interface ListPricesOptions extends CallOptionsOf {
   readonly history?: boolean | undefined;
 }
 
-/** Options of `listPlans`. */
-export interface ListPlansOptions extends CallOptionsOf {
-  /** Only versions of this plan; empty: all. */
-  readonly name?: string | undefined;
-  /** Only assignments of this organization, by name or id; empty: all. Unknown: NotFound. */
-  readonly organization?: string | undefined;
-}
-
 /** Options of `grantCredit`. */
 export interface GrantCreditOptions extends CallOptionsOf {
   /** First month that it covers, as YYYY-MM. Empty: this one. */
@@ -414,6 +432,8 @@ export interface GrantCreditOptions extends CallOptionsOf {
 export interface ListCreditGrantsOptions extends CallOptionsOf {
   /** Name or id of an organization; empty: all. Unknown: NotFound. */
   readonly organization?: string | undefined;
+  /** Number of items per call to the server, 1 to 1000. */
+  readonly pageSize?: number | undefined;
 }
 
 /** Options of `setPrepaid`. */
@@ -495,6 +515,8 @@ export interface SetAlertWebhookOptions extends CallOptionsOf {
 export interface ListAlertWebhooksOptions extends CallOptionsOf {
   /** Name or id of an organization; empty: all. Unknown: NotFound. */
   readonly organization?: string | undefined;
+  /** Number of items per call to the server, 1 to 1000. */
+  readonly pageSize?: number | undefined;
 }
 
 /** Options of `deleteAlertWebhook`. */
@@ -571,6 +593,8 @@ export interface DeleteTokenIssuerOptions extends CallOptionsOf {
 export interface ListTokenIssuersOptions extends CallOptionsOf {
   /** Name or id of an organization; empty: all. Unknown: NotFound. */
   readonly organization?: string | undefined;
+  /** Number of items per call to the server, 1 to 1000. */
+  readonly pageSize?: number | undefined;
 }
 
 /** Options of `getFleet`. */
@@ -615,6 +639,40 @@ export interface ListFleetVersionsOptions extends CallOptionsOf {
   readonly pageSize?: number | undefined;
   /** Only versions with a smaller number; 0: from the newest. */
   readonly beforeNumber?: number | bigint | undefined;
+}
+
+/** Options of `listMembers`. */
+export interface ListMembersOptions extends CallOptionsOf {
+  /** Only addresses that begin with this. */
+  readonly search?: string | undefined;
+  /** Number of items per call to the server, 1 to 1000. */
+  readonly pageSize?: number | undefined;
+}
+
+/** Options of `listInvitations`. */
+export interface ListInvitationsOptions extends CallOptionsOf {
+  /** Number of items per call to the server, 1 to 1000. */
+  readonly pageSize?: number | undefined;
+}
+
+/** Options of `listServiceAccounts`. */
+export interface ListServiceAccountsOptions extends CallOptionsOf {
+  /** Number of items per call to the server, 1 to 1000. */
+  readonly pageSize?: number | undefined;
+}
+
+/** Options of `listProvisionedGroups`. */
+export interface ListProvisionedGroupsOptions extends CallOptionsOf {
+  /** Number of items per call to the server, 1 to 1000. */
+  readonly pageSize?: number | undefined;
+}
+
+/** Options of `listPersons`. */
+export interface ListPersonsOptions extends CallOptionsOf {
+  /** Only addresses that begin with this. */
+  readonly search?: string | undefined;
+  /** Number of items per call to the server, 1 to 1000. */
+  readonly pageSize?: number | undefined;
 }
 
 /** Options of `inviteMember`. */
@@ -738,6 +796,8 @@ export interface CreateCreditNoteOptions extends CallOptionsOf {
 export interface ListAdjustmentsOptions extends CallOptionsOf {
   /** Only pending ones. */
   readonly undecidedOnly?: boolean | undefined;
+  /** Number of items per call to the server, 1 to 1000. */
+  readonly pageSize?: number | undefined;
 }
 
 /** Options of `getEndUser`. */
@@ -953,14 +1013,22 @@ export class AdminCalls extends UnaryClient {
   /**
    * Lists organizations by name.
    */
-  async listOrganizations(
-    options: CallOptionsOf = {},
-  ): Promise<Organization[]> {
-    const init = defined({
-    });
+  async *listOrganizations(
+    options: ListOrganizationsOptions = {},
+  ): AsyncGenerator<Organization, void, void> {
     const method = AdminService.method.listOrganizations;
-    const response = await this.connection.call(method, init, options);
-    return response.organizations.map((each) => wire.organization(each));
+    for (let pageToken = ""; ; ) {
+      const init = defined({
+        pageSize: options.pageSize ?? 100,
+        search: options.search,
+        organization: options.organization,
+        pageToken,
+      });
+      const page = await this.connection.call(method, init, options);
+      for (const each of page.organizations) yield wire.organization(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
+    }
   }
 
   /**
@@ -1128,16 +1196,23 @@ export class AdminCalls extends UnaryClient {
    *
    * @param organization Name or id of the organization. Unknown: NotFound.
    */
-  async listProjects(
+  async *listProjects(
     organization: string,
-    options: CallOptionsOf = {},
-  ): Promise<Project[]> {
-    const init = defined({
-      organization: organization,
-    });
+    options: ListProjectsOptions = {},
+  ): AsyncGenerator<Project, void, void> {
     const method = AdminService.method.listProjects;
-    const response = await this.connection.call(method, init, options);
-    return response.projects.map((each) => wire.project(each));
+    for (let pageToken = ""; ; ) {
+      const init = defined({
+        organization: organization,
+        pageSize: options.pageSize ?? 100,
+        search: options.search,
+        pageToken,
+      });
+      const page = await this.connection.call(method, init, options);
+      for (const each of page.projects) yield wire.project(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
+    }
   }
 
   /**
@@ -1248,17 +1323,25 @@ export class AdminCalls extends UnaryClient {
   /**
    * Lists API keys, newest first, without their secrets.
    */
-  async listApiKeys(
+  async *listApiKeys(
     options: ListApiKeysOptions = {},
-  ): Promise<ApiKey[]> {
-    const init = defined({
-      organization: options.organization,
-      apiKey: options.apiKey,
-      unusedFor: duration("unusedForMs", options.unusedForMs),
-    });
+  ): AsyncGenerator<ApiKey, void, void> {
     const method = AdminService.method.listApiKeys;
-    const response = await this.connection.call(method, init, options);
-    return response.apiKeys.map((each) => wire.apiKey(each));
+    for (let pageToken = ""; ; ) {
+      const init = defined({
+        organization: options.organization,
+        apiKey: options.apiKey,
+        unusedFor: duration("unusedForMs", options.unusedForMs),
+        pageSize: options.pageSize ?? 100,
+        search: options.search,
+        state: options.state && numberOf("state", ApiKeyStateMessage, options.state),
+        pageToken,
+      });
+      const page = await this.connection.call(method, init, options);
+      for (const each of page.apiKeys) yield wire.apiKey(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
+    }
   }
 
   /**
@@ -1400,21 +1483,6 @@ export class AdminCalls extends UnaryClient {
   }
 
   /**
-   * Lists plans and their assignments.
-   */
-  async listPlans(
-    options: ListPlansOptions = {},
-  ): Promise<PlanList> {
-    const init = defined({
-      name: options.name,
-      organization: options.organization,
-    });
-    const method = AdminService.method.listPlans;
-    const response = await this.connection.call(method, init, options);
-    return wire.planList(response);
-  }
-
-  /**
    * Grants an organization credit.
    *
    * @param organization Name or id of the organization. Unknown: NotFound.
@@ -1441,15 +1509,21 @@ export class AdminCalls extends UnaryClient {
   /**
    * Lists credit grants with their spent and remaining amounts.
    */
-  async listCreditGrants(
+  async *listCreditGrants(
     options: ListCreditGrantsOptions = {},
-  ): Promise<CreditGrant[]> {
-    const init = defined({
-      organization: options.organization,
-    });
+  ): AsyncGenerator<CreditGrant, void, void> {
     const method = AdminService.method.listCreditGrants;
-    const response = await this.connection.call(method, init, options);
-    return response.grants.map((each) => wire.creditGrant(each));
+    for (let pageToken = ""; ; ) {
+      const init = defined({
+        organization: options.organization,
+        pageSize: options.pageSize ?? 100,
+        pageToken,
+      });
+      const page = await this.connection.call(method, init, options);
+      for (const each of page.grants) yield wire.creditGrant(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
+    }
   }
 
   /**
@@ -1665,15 +1739,21 @@ export class AdminCalls extends UnaryClient {
   /**
    * Lists webhooks with their pending and failed deliveries.
    */
-  async listAlertWebhooks(
+  async *listAlertWebhooks(
     options: ListAlertWebhooksOptions = {},
-  ): Promise<AlertWebhook[]> {
-    const init = defined({
-      organization: options.organization,
-    });
+  ): AsyncGenerator<AlertWebhook, void, void> {
     const method = AdminService.method.listAlertWebhooks;
-    const response = await this.connection.call(method, init, options);
-    return response.webhooks.map((each) => wire.alertWebhook(each));
+    for (let pageToken = ""; ; ) {
+      const init = defined({
+        organization: options.organization,
+        pageSize: options.pageSize ?? 100,
+        pageToken,
+      });
+      const page = await this.connection.call(method, init, options);
+      for (const each of page.webhooks) yield wire.alertWebhook(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
+    }
   }
 
   /**
@@ -1803,15 +1883,21 @@ export class AdminCalls extends UnaryClient {
   /**
    * Lists trusted issuers.
    */
-  async listTokenIssuers(
+  async *listTokenIssuers(
     options: ListTokenIssuersOptions = {},
-  ): Promise<TokenIssuer[]> {
-    const init = defined({
-      organization: options.organization,
-    });
+  ): AsyncGenerator<TokenIssuer, void, void> {
     const method = AdminService.method.listTokenIssuers;
-    const response = await this.connection.call(method, init, options);
-    return response.tokenIssuers.map((each) => wire.tokenIssuer(each));
+    for (let pageToken = ""; ; ) {
+      const init = defined({
+        organization: options.organization,
+        pageSize: options.pageSize ?? 100,
+        pageToken,
+      });
+      const page = await this.connection.call(method, init, options);
+      for (const each of page.tokenIssuers) yield wire.tokenIssuer(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
+    }
   }
 
   /**
@@ -1887,6 +1973,120 @@ export class AdminCalls extends UnaryClient {
     const method = AdminService.method.listFleetVersions;
     const response = await this.connection.call(method, init, options);
     return response.versions.map((each) => wire.fleetVersion(each));
+  }
+
+  /**
+   * Lists the members of an organization.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   */
+  async *listMembers(
+    organization: string,
+    options: ListMembersOptions = {},
+  ): AsyncGenerator<Member, void, void> {
+    const method = AdminService.method.listMembers;
+    for (let pageToken = ""; ; ) {
+      const init = defined({
+        organization: organization,
+        search: options.search,
+        pageSize: options.pageSize ?? 100,
+        pageToken,
+      });
+      const page = await this.connection.call(method, init, options);
+      for (const each of page.members) yield wire.member(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
+    }
+  }
+
+  /**
+   * Lists the invitations of an organization that are neither accepted nor revoked.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   */
+  async *listInvitations(
+    organization: string,
+    options: ListInvitationsOptions = {},
+  ): AsyncGenerator<Invitation, void, void> {
+    const method = AdminService.method.listInvitations;
+    for (let pageToken = ""; ; ) {
+      const init = defined({
+        organization: organization,
+        pageSize: options.pageSize ?? 100,
+        pageToken,
+      });
+      const page = await this.connection.call(method, init, options);
+      for (const each of page.invitations) yield wire.invitation(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
+    }
+  }
+
+  /**
+   * Lists the service accounts of an organization by name.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   */
+  async *listServiceAccounts(
+    organization: string,
+    options: ListServiceAccountsOptions = {},
+  ): AsyncGenerator<ServiceAccount, void, void> {
+    const method = AdminService.method.listServiceAccounts;
+    for (let pageToken = ""; ; ) {
+      const init = defined({
+        organization: organization,
+        pageSize: options.pageSize ?? 100,
+        pageToken,
+      });
+      const page = await this.connection.call(method, init, options);
+      for (const each of page.serviceAccounts) yield wire.serviceAccount(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
+    }
+  }
+
+  /**
+   * Lists the groups that the identity provider of an organization provisions, and the roles that
+   * are set for groups that do not exist yet.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   */
+  async *listProvisionedGroups(
+    organization: string,
+    options: ListProvisionedGroupsOptions = {},
+  ): AsyncGenerator<ProvisionedGroup, void, void> {
+    const method = AdminService.method.listProvisionedGroups;
+    for (let pageToken = ""; ; ) {
+      const init = defined({
+        organization: organization,
+        pageSize: options.pageSize ?? 100,
+        pageToken,
+      });
+      const page = await this.connection.call(method, init, options);
+      for (const each of page.groups) yield wire.provisionedGroup(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
+    }
+  }
+
+  /**
+   * Lists the persons of all organizations by e-mail address.
+   */
+  async *listPersons(
+    options: ListPersonsOptions = {},
+  ): AsyncGenerator<Person, void, void> {
+    const method = AdminService.method.listPersons;
+    for (let pageToken = ""; ; ) {
+      const init = defined({
+        search: options.search,
+        pageSize: options.pageSize ?? 100,
+        pageToken,
+      });
+      const page = await this.connection.call(method, init, options);
+      for (const each of page.persons) yield wire.person(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
+    }
   }
 
   /**
@@ -2412,17 +2612,23 @@ export class BillingCalls extends UnaryClient {
    *
    * @param organization Name or id of the organization. Unknown: NotFound.
    */
-  async listAdjustments(
+  async *listAdjustments(
     organization: string,
     options: ListAdjustmentsOptions = {},
-  ): Promise<Adjustment[]> {
-    const init = defined({
-      organization: organization,
-      undecidedOnly: options.undecidedOnly,
-    });
+  ): AsyncGenerator<Adjustment, void, void> {
     const method = BillingService.method.listAdjustments;
-    const response = await this.connection.call(method, init, options);
-    return response.adjustments.map((each) => wire.adjustment(each));
+    for (let pageToken = ""; ; ) {
+      const init = defined({
+        organization: organization,
+        undecidedOnly: options.undecidedOnly,
+        pageSize: options.pageSize ?? 100,
+        pageToken,
+      });
+      const page = await this.connection.call(method, init, options);
+      for (const each of page.adjustments) yield wire.adjustment(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
+    }
   }
 
   /**

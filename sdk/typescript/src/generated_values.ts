@@ -776,6 +776,40 @@ export interface KeyRestrictions {
   readonly role: string;
 }
 
+/** One immutable version of a plan. */
+export interface Plan {
+  /** Rules of the plan. */
+  readonly configuration: JsonValue | undefined;
+  /** Its version: 1 for the first of its name, and one more for each change. */
+  readonly version: number;
+  /** Time of creation. */
+  readonly createTime: Date | undefined;
+}
+
+/** The plan of an organization from a month on, until its next assignment. */
+export interface PlanAssignment {
+  /** UUID of the organization that has the plan. */
+  readonly organizationId: string;
+  /** Name of the organization that has the plan. */
+  readonly organizationName: string;
+  /** The first month as YYYY-MM, UTC. */
+  readonly firstMonth: string;
+  /** The name of the plan; empty for none. */
+  readonly plan: string;
+  /** Its version; 0 for no plan. */
+  readonly version: number;
+  /** Author of the assignment: the prefix of the API key. */
+  readonly assignedBy: string;
+}
+
+/** Plans and their assignments. */
+export interface PlanList {
+  /** Sorted by name, the latest version first. */
+  readonly plans: readonly Plan[];
+  /** Sorted by organization, then month. */
+  readonly assignments: readonly PlanAssignment[];
+}
+
 /** Price of a model. */
 export interface Price {
   /** Price version. */
@@ -882,71 +916,10 @@ export interface Model {
   readonly countsFromUsage: boolean;
 }
 
-/** A member: a person with a role in an organization. */
-export interface Member {
-  /** Server-generated UUID of the membership. */
-  readonly membershipId: string;
-  /** UUID of the person. */
-  readonly personId: string;
-  /** E-mail address of the person. */
-  readonly email: string;
-  /** Name to show of the person. */
-  readonly displayName: string;
-  /** UUID of the organization. */
-  readonly organizationId: string;
-  /** Name of the organization. */
-  readonly organizationName: string;
-  /**
-   * UUID of the project that the member's own usage counts as; a developer has access to no other.
-   */
-  readonly projectId: string;
-  /** Name of that project. */
-  readonly projectName: string;
-  /** "owner", "admin", "developer", "finance" or "viewer"; or "operator", of the whole service. */
-  readonly role: string;
-  /** UUID of the bound key that acts for the member. */
-  readonly apiKeyId: string;
-  /** Prefix of that key, which the audit log names as the author of changes. */
-  readonly keyPrefix: string;
-  /** Time at which the invitation was accepted. */
-  readonly createTime: Date | undefined;
-  /**
-   * Time since when all keys of the person in the organization are refused: the operator has
-   * deactivated the person, or the organization's identity provider the member. Unset: active.
-   */
-  readonly deactivateTime: Date | undefined;
-}
-
 /** File format of a month. */
 export type MonthExportFormat =
   | "invoice_pdf"
   | "focus_csv";
-
-/** One immutable version of a plan. */
-export interface Plan {
-  /** Rules of the plan. */
-  readonly configuration: JsonValue | undefined;
-  /** Its version: 1 for the first of its name, and one more for each change. */
-  readonly version: number;
-  /** Time of creation. */
-  readonly createTime: Date | undefined;
-}
-
-/** The plan of an organization from a month on, until its next assignment. */
-export interface PlanAssignment {
-  /** UUID of the organization that has the plan. */
-  readonly organizationId: string;
-  /** Name of the organization that has the plan. */
-  readonly organizationName: string;
-  /** The first month as YYYY-MM, UTC. */
-  readonly firstMonth: string;
-  /** The name of the plan; empty for none. */
-  readonly plan: string;
-  /** Its version; 0 for no plan. */
-  readonly version: number;
-  /** Author of the assignment: the prefix of the API key. */
-  readonly assignedBy: string;
-}
 
 /** Reason of a request's wait. UNSPECIFIED: newer than this client. */
 export type Stage =
@@ -1129,54 +1102,6 @@ export interface SimulatedCustomer {
   readonly oldPlan: string;
   /** The simulated plan. */
   readonly newPlan: string;
-}
-
-/** A person, whichever organizations it is a member of. */
-export interface Person {
-  /** Server-generated UUID. */
-  readonly personId: string;
-  /** E-mail address, in lower case. Unique in the service. */
-  readonly email: string;
-  /** Name to show. */
-  readonly displayName: string;
-  /** Time of the first invitation that the person accepted. */
-  readonly createTime: Date | undefined;
-  /** Time since when all keys of the person are refused. Unset: active. */
-  readonly deactivateTime: Date | undefined;
-}
-
-/** A group of an organization's identity provider, with the role that it gives. */
-export interface ProvisionedGroup {
-  /** UUID of the group. Empty: a role is set for its name, and it is not provisioned yet. */
-  readonly groupId: string;
-  /** Name of the group. Letter case does not matter. */
-  readonly group: string;
-  /** Number of its users. */
-  readonly memberCount: number;
-  /** Role of its members in the organization: see `ApiKey.role`. Empty: it gives none. */
-  readonly role: string;
-  /** UUID of the project of its members. Empty: the oldest one. */
-  readonly projectId: string;
-  /** Name of that project. */
-  readonly projectName: string;
-}
-
-/** A program of an organization that owns keys. */
-export interface ServiceAccount {
-  /** Server-generated UUID. */
-  readonly serviceAccountId: string;
-  /** UUID of the organization. */
-  readonly organizationId: string;
-  /** Name of the organization. */
-  readonly organizationName: string;
-  /** Name, unique among the organization's service accounts. */
-  readonly name: string;
-  /** Role of its keys: see `ApiKey.role`. Empty: its keys are for models. */
-  readonly role: string;
-  /** Time of creation. */
-  readonly createTime: Date | undefined;
-  /** Number of its keys that are not revoked. */
-  readonly keyCount: number;
 }
 
 /** A token and its log-probability. */
@@ -1498,6 +1423,12 @@ export interface RotatedApiKey {
   readonly overlapEndTime: Date | undefined;
 }
 
+/** State of a key. unspecified: newer than this client. */
+export type ApiKeyState =
+  | "unspecified"
+  | "valid"
+  | "ended";
+
 /** One immutable price version; corrections are later versions. */
 export interface PriceVersion {
   /** Version number. */
@@ -1560,14 +1491,6 @@ export interface PriceList {
    * tier first.
    */
   readonly versions: readonly PriceVersion[];
-}
-
-/** Plans and their assignments. */
-export interface PlanList {
-  /** Sorted by name, the latest version first. */
-  readonly plans: readonly Plan[];
-  /** Sorted by organization, then month. */
-  readonly assignments: readonly PlanAssignment[];
 }
 
 /** Credit that an organization may use for the charges of some months. */
@@ -2034,6 +1957,41 @@ export interface ResentInvitation {
   readonly token: string;
 }
 
+/** A member: a person with a role in an organization. */
+export interface Member {
+  /** Server-generated UUID of the membership. */
+  readonly membershipId: string;
+  /** UUID of the person. */
+  readonly personId: string;
+  /** E-mail address of the person. */
+  readonly email: string;
+  /** Name to show of the person. */
+  readonly displayName: string;
+  /** UUID of the organization. */
+  readonly organizationId: string;
+  /** Name of the organization. */
+  readonly organizationName: string;
+  /**
+   * UUID of the project that the member's own usage counts as; a developer has access to no other.
+   */
+  readonly projectId: string;
+  /** Name of that project. */
+  readonly projectName: string;
+  /** "owner", "admin", "developer", "finance" or "viewer"; or "operator", of the whole service. */
+  readonly role: string;
+  /** UUID of the bound key that acts for the member. */
+  readonly apiKeyId: string;
+  /** Prefix of that key, which the audit log names as the author of changes. */
+  readonly keyPrefix: string;
+  /** Time at which the invitation was accepted. */
+  readonly createTime: Date | undefined;
+  /**
+   * Time since when all keys of the person in the organization are refused: the operator has
+   * deactivated the person, or the organization's identity provider the member. Unset: active.
+   */
+  readonly deactivateTime: Date | undefined;
+}
+
 /** The new member. */
 export interface AcceptedInvitation {
   /** The membership. */
@@ -2048,6 +2006,38 @@ export interface RemovedMember {
   readonly revokedKeys: readonly string[];
   /** Prefixes of the keys that the person created and that stay. */
   readonly keptKeys: readonly string[];
+}
+
+/** A program of an organization that owns keys. */
+export interface ServiceAccount {
+  /** Server-generated UUID. */
+  readonly serviceAccountId: string;
+  /** UUID of the organization. */
+  readonly organizationId: string;
+  /** Name of the organization. */
+  readonly organizationName: string;
+  /** Name, unique among the organization's service accounts. */
+  readonly name: string;
+  /** Role of its keys: see `ApiKey.role`. Empty: its keys are for models. */
+  readonly role: string;
+  /** Time of creation. */
+  readonly createTime: Date | undefined;
+  /** Number of its keys that are not revoked. */
+  readonly keyCount: number;
+}
+
+/** A person, whichever organizations it is a member of. */
+export interface Person {
+  /** Server-generated UUID. */
+  readonly personId: string;
+  /** E-mail address, in lower case. Unique in the service. */
+  readonly email: string;
+  /** Name to show. */
+  readonly displayName: string;
+  /** Time of the first invitation that the person accepted. */
+  readonly createTime: Date | undefined;
+  /** Time since when all keys of the person are refused. Unset: active. */
+  readonly deactivateTime: Date | undefined;
 }
 
 /** A project whose bound key acts for tokens with a value of the project claim. */
@@ -2116,6 +2106,22 @@ export interface TokenRevocation {
   readonly value: string;
   /** When the last of them would have expired, and the revocation is forgotten. */
   readonly expireTime: Date | undefined;
+}
+
+/** A group of an organization's identity provider, with the role that it gives. */
+export interface ProvisionedGroup {
+  /** UUID of the group. Empty: a role is set for its name, and it is not provisioned yet. */
+  readonly groupId: string;
+  /** Name of the group. Letter case does not matter. */
+  readonly group: string;
+  /** Number of its users. */
+  readonly memberCount: number;
+  /** Role of its members in the organization: see `ApiKey.role`. Empty: it gives none. */
+  readonly role: string;
+  /** UUID of the project of its members. Empty: the oldest one. */
+  readonly projectId: string;
+  /** Name of that project. */
+  readonly projectName: string;
 }
 
 /** What was erased, or would be. */

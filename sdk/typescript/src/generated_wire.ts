@@ -763,6 +763,38 @@ export function keyRestrictions(
   };
 }
 
+export function plan(
+  value: PlanMessage = create(PlanSchema),
+): Plan {
+  return {
+    configuration: value.configuration && toJson(PlanConfigurationSchema, value.configuration),
+    version: count(value.version),
+    createTime: date(value.createTime),
+  };
+}
+
+export function planAssignment(
+  value: PlanAssignmentMessage = create(PlanAssignmentSchema),
+): PlanAssignment {
+  return {
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    firstMonth: value.firstMonth,
+    plan: value.plan,
+    version: count(value.version),
+    assignedBy: value.assignedBy,
+  };
+}
+
+export function planList(
+  value: ListPlansResponseMessage = create(ListPlansResponseSchema),
+): PlanList {
+  return {
+    plans: value.plans.map((each) => plan(each)),
+    assignments: value.assignments.map((each) => planAssignment(each)),
+  };
+}
+
 export function price(
   value: PriceMessage = create(PriceSchema),
 ): Price {
@@ -820,49 +852,6 @@ export function model(
     kernels: value.kernels,
     refusedFields: value.refusedFields.map((each) => refusedField(each)),
     countsFromUsage: value.countsFromUsage,
-  };
-}
-
-export function member(
-  value: MemberMessage = create(MemberSchema),
-): Member {
-  return {
-    membershipId: value.membershipId,
-    personId: value.personId,
-    email: value.email,
-    displayName: value.displayName,
-    organizationId: value.organizationId,
-    organizationName: value.organizationName,
-    projectId: value.projectId,
-    projectName: value.projectName,
-    role: value.role,
-    apiKeyId: value.apiKeyId,
-    keyPrefix: value.keyPrefix,
-    createTime: date(value.createTime),
-    deactivateTime: date(value.deactivateTime),
-  };
-}
-
-export function plan(
-  value: PlanMessage = create(PlanSchema),
-): Plan {
-  return {
-    configuration: value.configuration && toJson(PlanConfigurationSchema, value.configuration),
-    version: count(value.version),
-    createTime: date(value.createTime),
-  };
-}
-
-export function planAssignment(
-  value: PlanAssignmentMessage = create(PlanAssignmentSchema),
-): PlanAssignment {
-  return {
-    organizationId: value.organizationId,
-    organizationName: value.organizationName,
-    firstMonth: value.firstMonth,
-    plan: value.plan,
-    version: count(value.version),
-    assignedBy: value.assignedBy,
   };
 }
 
@@ -963,45 +952,6 @@ export function simulatedCustomer(
     difference: money(value.difference),
     oldPlan: value.oldPlan,
     newPlan: value.newPlan,
-  };
-}
-
-export function person(
-  value: PersonMessage = create(PersonSchema),
-): Person {
-  return {
-    personId: value.personId,
-    email: value.email,
-    displayName: value.displayName,
-    createTime: date(value.createTime),
-    deactivateTime: date(value.deactivateTime),
-  };
-}
-
-export function provisionedGroup(
-  value: ProvisionedGroupMessage = create(ProvisionedGroupSchema),
-): ProvisionedGroup {
-  return {
-    groupId: value.groupId,
-    group: value.group,
-    memberCount: count(value.memberCount),
-    role: value.role,
-    projectId: value.projectId,
-    projectName: value.projectName,
-  };
-}
-
-export function serviceAccount(
-  value: ServiceAccountMessage = create(ServiceAccountSchema),
-): ServiceAccount {
-  return {
-    serviceAccountId: value.serviceAccountId,
-    organizationId: value.organizationId,
-    organizationName: value.organizationName,
-    name: value.name,
-    role: value.role,
-    createTime: date(value.createTime),
-    keyCount: value.keyCount,
   };
 }
 
@@ -1217,15 +1167,6 @@ export function priceList(
   return {
     prices: value.prices.map((each) => appliedPrice(each)),
     versions: value.versions.map((each) => priceVersion(each)),
-  };
-}
-
-export function planList(
-  value: ListPlansResponseMessage = create(ListPlansResponseSchema),
-): PlanList {
-  return {
-    plans: value.plans.map((each) => plan(each)),
-    assignments: value.assignments.map((each) => planAssignment(each)),
   };
 }
 
@@ -1563,6 +1504,26 @@ export function resentInvitation(
   };
 }
 
+export function member(
+  value: MemberMessage = create(MemberSchema),
+): Member {
+  return {
+    membershipId: value.membershipId,
+    personId: value.personId,
+    email: value.email,
+    displayName: value.displayName,
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    projectId: value.projectId,
+    projectName: value.projectName,
+    role: value.role,
+    apiKeyId: value.apiKeyId,
+    keyPrefix: value.keyPrefix,
+    createTime: date(value.createTime),
+    deactivateTime: date(value.deactivateTime),
+  };
+}
+
 export function acceptedInvitation(
   value: AcceptInvitationResponseMessage = create(AcceptInvitationResponseSchema),
 ): AcceptedInvitation {
@@ -1578,6 +1539,32 @@ export function removedMember(
   return {
     revokedKeys: value.revokedKeys,
     keptKeys: value.keptKeys,
+  };
+}
+
+export function serviceAccount(
+  value: ServiceAccountMessage = create(ServiceAccountSchema),
+): ServiceAccount {
+  return {
+    serviceAccountId: value.serviceAccountId,
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    name: value.name,
+    role: value.role,
+    createTime: date(value.createTime),
+    keyCount: value.keyCount,
+  };
+}
+
+export function person(
+  value: PersonMessage = create(PersonSchema),
+): Person {
+  return {
+    personId: value.personId,
+    email: value.email,
+    displayName: value.displayName,
+    createTime: date(value.createTime),
+    deactivateTime: date(value.deactivateTime),
   };
 }
 
@@ -1625,6 +1612,19 @@ export function tokenRevocation(
     claim: value.claim,
     value: value.value,
     expireTime: date(value.expireTime),
+  };
+}
+
+export function provisionedGroup(
+  value: ProvisionedGroupMessage = create(ProvisionedGroupSchema),
+): ProvisionedGroup {
+  return {
+    groupId: value.groupId,
+    group: value.group,
+    memberCount: count(value.memberCount),
+    role: value.role,
+    projectId: value.projectId,
+    projectName: value.projectName,
   };
 }
 

@@ -150,7 +150,7 @@ def list_webhooks(
     client: AdminClient, organization: OnlyOrganizationOption = ""
 ) -> list[AlertWebhook]:
     """List webhooks, and the alerts that wait or could not be delivered."""
-    return client.list_alert_webhooks(organization)
+    return list(client.list_alert_webhooks(organization))
 
 
 @webhook.command("remove")

@@ -298,7 +298,7 @@ def list_grants(
     client: AdminClient, organization: OnlyOrganizationOption = ""
 ) -> list[CreditGrant]:
     """List grants of credit. Spent and remaining amounts count closed months only."""
-    return client.list_credit_grants(organization)
+    return list(client.list_credit_grants(organization))
 
 
 @credit.command("balance")
@@ -437,7 +437,8 @@ def list_prices(
     if history and found.versions:
         return found, VERSIONS.drawn(found.versions)
     if organization and not currency and not found.prices:
-        owners = (each for each in client.list_organizations() if organization in names_of(each))
+        known = client.list_organizations(organization=organization)
+        owners = (each for each in known if organization in names_of(each))
         currency = next((each.currency_code for each in owners), "")
     if found.prices or not currency:
         return found, PRICES.of(found.prices)

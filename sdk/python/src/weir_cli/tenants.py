@@ -102,6 +102,9 @@ OrganizationArgument = Annotated[
 ProjectArgument = Annotated[
     str, typer.Argument(help="Project: its name with --org, ORG/NAME or its id.", metavar="PROJECT")
 ]
+SearchOption = Annotated[
+    str, typer.Option("--search", metavar="PREFIX", help="Only names that begin like this.")
+]
 ReasonOption = Annotated[
     str, typer.Option("--reason", help="Why. Its callers read it in each refusal.")
 ]
@@ -278,9 +281,9 @@ def note_unpriced(client: AdminClient, currency_codes: Iterable[str]) -> None:
 
 @org.command("list")
 @calls(admin_client, shown=ORGANIZATIONS)
-def list_organizations(client: AdminClient) -> list[Organization]:
-    """List all organizations."""
-    return client.list_organizations()
+def list_organizations(client: AdminClient, search: SearchOption = "") -> list[Organization]:
+    """List all organizations by name."""
+    return list(client.list_organizations(search=search))
 
 
 @org.command("billing")
@@ -297,7 +300,7 @@ def billing_profile(
     found = next(
         (
             each
-            for each in client.list_organizations()
+            for each in client.list_organizations(organization=organization)
             if organization in (each.name, each.organization_id)
         ),
         None,
@@ -581,11 +584,14 @@ def is_uuid(ref: str) -> bool:
 @project.command("list")
 @calls(admin_client)
 def list_projects(
-    client: AdminClient, organization: OrganizationOption = None, every: EveryOption = False
+    client: AdminClient,
+    organization: OrganizationOption = None,
+    every: EveryOption = False,
+    search: SearchOption = "",
 ) -> Output:
     """List the projects of an organization."""
     names = organizations(organization, client, every=every)
-    owners = {each: name for name in names for each in client.list_projects(name)}
+    owners = {each: name for name in names for each in client.list_projects(name, search=search)}
     several = {"organization": owners.__getitem__} if len(names) > 1 else {}
     found = list(owners)
     return found, replace(PROJECTS, columns={**PROJECTS.columns, **several}).of(found)
@@ -747,10 +753,13 @@ def list_keys(
         str | None,
         typer.Option(help="Only working keys that were not used for 90m, 12h, 90d or 13w."),
     ] = None,
+    search: Annotated[
+        str, typer.Option(help="Only keys whose name or prefix begins with this.")
+    ] = "",
 ) -> Output:
     """List API keys, the newest first. Secrets are never shown."""
     span = None if unused_for is None else parsed("--unused-for", parse_span, unused_for)
-    found = client.list_api_keys(organization, unused_for=span)
+    found = list(client.list_api_keys(organization, unused_for=span, search=search))
     none = "no keys" if span is None else f"no active key is known to be unused for {unused_for}"
     return found, KEYS.drawn(found) if found else none
 
@@ -759,8 +768,8 @@ def list_keys(
 @calls(admin_client)
 def show_key(client: AdminClient, api_key_ref: KeyArgument) -> Output:
     """Show what an API key may do, and when it was last used."""
-    found = client.list_api_keys(api_key=api_key_ref)
-    return found[0], key_sheet(found[0])
+    [found] = client.list_api_keys(api_key=api_key_ref)
+    return found, key_sheet(found)
 
 
 def span_or_none_left(flag: str, text: str) -> timedelta:
@@ -955,7 +964,7 @@ def list_quotas(
     found = (
         client.list_key_quotas(key, model)
         if key
-        else client.list_quotas(organization, end_user=end_user or "", label=label or "")
+        else list(client.list_quotas(organization, end_user=end_user or "", label=label or ""))
     )
     return found, limits(found, QUOTAS)
 

@@ -98,7 +98,7 @@ def list_issuers(
     client: AdminClient, organization: OnlyOrganizationOption = ""
 ) -> list[TokenIssuer]:
     """List the trusted issuers, with the keys that act for their tokens."""
-    return client.list_token_issuers(organization)
+    return list(client.list_token_issuers(organization))
 
 
 @token_issuers.command("revoke")

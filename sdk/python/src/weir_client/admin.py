@@ -7,24 +7,22 @@ from datetime import datetime
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict
-from weir.v1 import admin_service_pb2, configuration_pb2, members_pb2, plans_pb2
+from weir.v1 import admin_service_pb2, configuration_pb2, plans_pb2
 
 from weir_client import wire
 from weir_client.blocking import blocking, blocking_items
 from weir_client.generated_calls import AsyncAdminCalls, BlockingAdminCalls
 from weir_client.generated_values import (
     AuditEntry,
-    Invitation,
-    Member,
-    Person,
     Plan,
     PlanAssignment,
-    ProvisionedGroup,
+    PlanList,
     QuotaStatus,
-    ServiceAccount,
     SimulatedCustomer,
 )
 from weir_client.unary import items_of
+
+ASSIGNMENTS_PER_PAGE = 1000
 
 
 class AsyncAdminClient(AsyncAdminCalls):
@@ -53,18 +51,31 @@ class AsyncAdminClient(AsyncAdminCalls):
         response = await self._call(self._stub.DeleteQuota, request, idempotent=allow_missing)
         return response.deleted or not allow_missing  # older servers do not return `deleted`
 
-    async def list_quotas(
-        self, organization: str = "", *, end_user: str = "", label: str = "", quota_id: str = ""
-    ) -> list[QuotaStatus]:
-        """Return the limits of one organization, its projects and keys, or all, with remainders.
+    async def _quota_pages(
+        self,
+        organization: str = "",
+        *,
+        end_user: str = "",
+        label: str = "",
+        quota_id: str = "",
+        page_size: int = 100,
+    ) -> AsyncIterator[list[QuotaStatus]]:
+        """Yield the limits of one organization, its projects and keys, or all, with remainders.
 
         `end_user`, or `label` as "KEY=VALUE", selects the limits of this end user or label instead,
         even those that selectors give it; they need an organization. `quota_id` selects one limit.
         """
         request = admin_service_pb2.ListQuotasRequest(
-            organization=organization, end_user=end_user, label=label, quota_id=quota_id
+            organization=organization,
+            end_user=end_user,
+            label=label,
+            quota_id=quota_id,
+            page_size=page_size,
         )
-        return await self._list(QuotaStatus, "quotas", self._stub.ListQuotas, request)
+        async for page in self._pages(self._stub.ListQuotas, request):
+            yield [wire.read(QuotaStatus, each) for each in page.quotas]
+
+    list_quotas = items_of(_quota_pages)
 
     async def list_key_quotas(self, api_key: str, model: str = "") -> list[QuotaStatus]:
         """Return every limit that applies to a key, even those of its project and organization.
@@ -112,68 +123,6 @@ class AsyncAdminClient(AsyncAdminCalls):
 
     list_audit_entries = items_of(_audit_pages)
 
-    async def _member_pages(
-        self, organization: str, *, search: str = "", page_size: int = 100
-    ) -> AsyncIterator[list[Member]]:
-        """Yield the members of an organization by e-mail address.
-
-        `search` selects the addresses that begin with it.
-        """
-        request = members_pb2.ListMembersRequest(
-            organization=organization, search=search, page_size=page_size
-        )
-        async for page in self._pages(self._stub.ListMembers, request):
-            yield [wire.read(Member, each) for each in page.members]
-
-    list_members = items_of(_member_pages)
-
-    async def _invitation_pages(
-        self, organization: str, *, page_size: int = 100
-    ) -> AsyncIterator[list[Invitation]]:
-        """Yield the invitations of an organization that are neither accepted nor revoked."""
-        request = members_pb2.ListInvitationsRequest(organization=organization, page_size=page_size)
-        async for page in self._pages(self._stub.ListInvitations, request):
-            yield [wire.read(Invitation, each) for each in page.invitations]
-
-    list_invitations = items_of(_invitation_pages)
-
-    async def _group_pages(
-        self, organization: str, *, page_size: int = 100
-    ) -> AsyncIterator[list[ProvisionedGroup]]:
-        """Yield the groups of an organization's identity provider by name, with their roles."""
-        request = members_pb2.ListProvisionedGroupsRequest(
-            organization=organization, page_size=page_size
-        )
-        async for page in self._pages(self._stub.ListProvisionedGroups, request):
-            yield [wire.read(ProvisionedGroup, each) for each in page.groups]
-
-    list_provisioned_groups = items_of(_group_pages)
-
-    async def _service_account_pages(
-        self, organization: str, *, page_size: int = 100
-    ) -> AsyncIterator[list[ServiceAccount]]:
-        """Yield the service accounts of an organization by name."""
-        request = members_pb2.ListServiceAccountsRequest(
-            organization=organization, page_size=page_size
-        )
-        async for page in self._pages(self._stub.ListServiceAccounts, request):
-            yield [wire.read(ServiceAccount, each) for each in page.service_accounts]
-
-    list_service_accounts = items_of(_service_account_pages)
-
-    async def _person_pages(
-        self, *, search: str = "", page_size: int = 100
-    ) -> AsyncIterator[list[Person]]:
-        """Yield the persons of all organizations by e-mail address.
-
-        `search` selects the addresses that begin with it.
-        """
-        request = members_pb2.ListPersonsRequest(search=search, page_size=page_size)
-        async for page in self._pages(self._stub.ListPersons, request):
-            yield [wire.read(Person, each) for each in page.persons]
-
-    list_persons = items_of(_person_pages)
-
     async def simulate_prices(
         self, month: str, proposal: Mapping[str, Any], *, organization: str = ""
     ) -> list[SimulatedCustomer]:
@@ -187,6 +136,19 @@ class AsyncAdminClient(AsyncAdminCalls):
         ParseDict(dict(proposal), request)
         request.month, request.organization = month, organization
         return await self._list(SimulatedCustomer, "customers", self._stub.SimulatePrices, request)
+
+    async def list_plans(self, name: str = "", *, organization: str = "") -> PlanList:
+        """Return plans, or the versions of one, and to which organizations they are assigned.
+
+        `organization` selects assignments, by name or id.
+        """
+        request = plans_pb2.ListPlansRequest(
+            name=name, organization=organization, page_size=ASSIGNMENTS_PER_PAGE
+        )
+        found = plans_pb2.ListPlansResponse()
+        async for page in self._pages(self._stub.ListPlans, request):
+            found.MergeFrom(page)
+        return wire.read(PlanList, found)
 
     async def create_plan(self, plan: Mapping[str, Any]) -> Plan:
         """Create a plan or its next version; return the latest version if it is identical.
@@ -238,15 +200,11 @@ class AdminClient(BlockingAdminCalls):
 
     end_quota_override = blocking(AsyncAdminClient.end_quota_override)
     delete_quota = blocking(AsyncAdminClient.delete_quota)
-    list_quotas = blocking(AsyncAdminClient.list_quotas)
+    list_quotas = blocking_items(AsyncAdminClient._quota_pages)
     list_key_quotas = blocking(AsyncAdminClient.list_key_quotas)
     list_audit_entries = blocking_items(AsyncAdminClient._audit_pages)
-    list_members = blocking_items(AsyncAdminClient._member_pages)
-    list_invitations = blocking_items(AsyncAdminClient._invitation_pages)
-    list_provisioned_groups = blocking_items(AsyncAdminClient._group_pages)
-    list_service_accounts = blocking_items(AsyncAdminClient._service_account_pages)
-    list_persons = blocking_items(AsyncAdminClient._person_pages)
     simulate_prices = blocking(AsyncAdminClient.simulate_prices)
+    list_plans = blocking(AsyncAdminClient.list_plans)
     create_plan = blocking(AsyncAdminClient.create_plan)
     assign_plan = blocking(AsyncAdminClient.assign_plan)
     export_configuration = blocking(AsyncAdminClient.export_configuration)

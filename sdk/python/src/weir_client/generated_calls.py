@@ -6,7 +6,7 @@ Generated from the contract by `infra/generate_sdk.py`: run `make proto` instead
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -31,13 +31,14 @@ from weir.v1 import (
 )
 
 from weir_client import wire
-from weir_client.blocking import BlockingUnaryClient, blocking
+from weir_client.blocking import BlockingUnaryClient, blocking, blocking_items
 from weir_client.generated_values import (
     AcceptedInvitation,
     Adjustment,
     Alert,
     AlertWebhook,
     ApiKey,
+    ApiKeyState,
     AppliedConfiguration,
     AppliedFleet,
     AuditPage,
@@ -56,6 +57,7 @@ from weir_client.generated_values import (
     ErasedEndUser,
     ErasedPerson,
     FleetVersion,
+    Invitation,
     KilledRequest,
     LiveView,
     Member,
@@ -64,7 +66,6 @@ from weir_client.generated_values import (
     MonthVerification,
     Organization,
     Person,
-    PlanList,
     PriceList,
     PriceVersion,
     Project,
@@ -88,7 +89,7 @@ from weir_client.generated_values import (
     UsageForecast,
 )
 from weir_client.money import Money
-from weir_client.unary import UnaryClient
+from weir_client.unary import UnaryClient, items_of
 
 
 class AsyncAdminCalls(UnaryClient):
@@ -210,13 +211,25 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.BindOrganization, request)
         return wire.read(Organization, response.organization)
 
-    async def list_organizations(self) -> list[Organization]:
-        """Lists organizations by name."""
+    async def _list_organizations_pages(
+        self, *, page_size: int = 100, search: str = "", organization: str = ""
+    ) -> AsyncIterator[list[Organization]]:
+        """Lists organizations by name.
+
+        `page_size`: Number of items per call to the server, 1 to 1000.
+        `search`: Only names that begin with this. Empty: all.
+        `organization`: Name or id of an organization: only this one. Empty: all. Unknown: NotFound.
+        """
         request = wire.request(
             admin_service_pb2.ListOrganizationsRequest,
+            page_size=page_size,
+            search=search,
+            organization=organization,
         )
-        response = await self._call(self._stub.ListOrganizations, request)
-        return [wire.read(Organization, each) for each in response.organizations]
+        async for page in self._pages(self._stub.ListOrganizations, request):
+            yield [wire.read(Organization, each) for each in page.organizations]
+
+    list_organizations = items_of(_list_organizations_pages)
 
     async def set_billing_profile(self, organization: str, profile: BillingProfile) -> Organization:
         """Replaces the billing profile of an organization. Closed months keep the profile of their
@@ -349,14 +362,25 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.ExportAuditEntries, request)
         return wire.read(AuditPage, response)
 
-    async def list_projects(self, organization: str) -> list[Project]:
+    async def _list_projects_pages(
+        self, organization: str, *, page_size: int = 100, search: str = ""
+    ) -> AsyncIterator[list[Project]]:
         """Lists the projects of an organization by name.
 
         `organization`: Name or id of the organization. Unknown: NotFound.
+        `page_size`: Number of items per call to the server, 1 to 1000.
+        `search`: Only names that begin with this. Empty: all.
         """
-        request = wire.request(admin_service_pb2.ListProjectsRequest, organization=organization)
-        response = await self._call(self._stub.ListProjects, request)
-        return [wire.read(Project, each) for each in response.projects]
+        request = wire.request(
+            admin_service_pb2.ListProjectsRequest,
+            organization=organization,
+            page_size=page_size,
+            search=search,
+        )
+        async for page in self._pages(self._stub.ListProjects, request):
+            yield [wire.read(Project, each) for each in page.projects]
+
+    list_projects = items_of(_list_projects_pages)
 
     async def create_api_key(
         self,
@@ -531,24 +555,40 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.RevokeApiKey, request)
         return wire.read(ApiKey, response.api_key)
 
-    async def list_api_keys(
-        self, organization: str = "", *, api_key: str = "", unused_for: timedelta | None = None
-    ) -> list[ApiKey]:
+    async def _list_api_keys_pages(
+        self,
+        organization: str = "",
+        *,
+        api_key: str = "",
+        unused_for: timedelta | None = None,
+        page_size: int = 100,
+        search: str = "",
+        state: ApiKeyState = ApiKeyState.UNSPECIFIED,
+    ) -> AsyncIterator[list[ApiKey]]:
         """Lists API keys, newest first, without their secrets.
 
         `organization`: Name or id of an organization; empty: all.
         `api_key`: Id or prefix of a key: only this one. Unknown: NotFound.
         `unused_for`: Only keys that are not revoked and were not used for this long; keys whose
             uses are recorded for less time are left out. Zero or negative: InvalidRequest.
+        `page_size`: Number of items per call to the server, 1 to 1000.
+        `search`: Only keys whose name or prefix begins with this, in upper or lower case. Empty:
+            all.
+        `state`: Only keys in this state. Unset: all.
         """
         request = wire.request(
             admin_service_pb2.ListApiKeysRequest,
             organization=organization,
             api_key=api_key,
             unused_for=unused_for,
+            page_size=page_size,
+            search=search,
+            state=state,
         )
-        response = await self._call(self._stub.ListApiKeys, request)
-        return [wire.read(ApiKey, each) for each in response.api_keys]
+        async for page in self._pages(self._stub.ListApiKeys, request):
+            yield [wire.read(ApiKey, each) for each in page.api_keys]
+
+    list_api_keys = items_of(_list_api_keys_pages)
 
     async def set_quota(
         self,
@@ -761,17 +801,6 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.ListPrices, request)
         return wire.read(PriceList, response)
 
-    async def list_plans(self, name: str = "", *, organization: str = "") -> PlanList:
-        """Lists plans and their assignments.
-
-        `name`: Only versions of this plan; empty: all.
-        `organization`: Only assignments of this organization, by name or id; empty: all. Unknown:
-            NotFound.
-        """
-        request = wire.request(plans_pb2.ListPlansRequest, name=name, organization=organization)
-        response = await self._call(self._stub.ListPlans, request)
-        return wire.read(PlanList, response)
-
     async def grant_credit(
         self,
         organization: str,
@@ -803,14 +832,21 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.GrantCredit, request)
         return wire.read(CreditGrant, response.grant)
 
-    async def list_credit_grants(self, organization: str = "") -> list[CreditGrant]:
+    async def _list_credit_grants_pages(
+        self, organization: str = "", *, page_size: int = 100
+    ) -> AsyncIterator[list[CreditGrant]]:
         """Lists credit grants with their spent and remaining amounts.
 
         `organization`: Name or id of an organization; empty: all. Unknown: NotFound.
+        `page_size`: Number of items per call to the server, 1 to 1000.
         """
-        request = wire.request(plans_pb2.ListCreditGrantsRequest, organization=organization)
-        response = await self._call(self._stub.ListCreditGrants, request)
-        return [wire.read(CreditGrant, each) for each in response.grants]
+        request = wire.request(
+            plans_pb2.ListCreditGrantsRequest, organization=organization, page_size=page_size
+        )
+        async for page in self._pages(self._stub.ListCreditGrants, request):
+            yield [wire.read(CreditGrant, each) for each in page.grants]
+
+    list_credit_grants = items_of(_list_credit_grants_pages)
 
     async def get_credit_balance(self, organization: str) -> CreditBalance:
         """Returns an organization's current credit.
@@ -989,14 +1025,21 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.SetAlertWebhook, request)
         return wire.read(CreatedAlertWebhook, response)
 
-    async def list_alert_webhooks(self, organization: str = "") -> list[AlertWebhook]:
+    async def _list_alert_webhooks_pages(
+        self, organization: str = "", *, page_size: int = 100
+    ) -> AsyncIterator[list[AlertWebhook]]:
         """Lists webhooks with their pending and failed deliveries.
 
         `organization`: Name or id of an organization; empty: all. Unknown: NotFound.
+        `page_size`: Number of items per call to the server, 1 to 1000.
         """
-        request = wire.request(alerts_pb2.ListAlertWebhooksRequest, organization=organization)
-        response = await self._call(self._stub.ListAlertWebhooks, request)
-        return [wire.read(AlertWebhook, each) for each in response.webhooks]
+        request = wire.request(
+            alerts_pb2.ListAlertWebhooksRequest, organization=organization, page_size=page_size
+        )
+        async for page in self._pages(self._stub.ListAlertWebhooks, request):
+            yield [wire.read(AlertWebhook, each) for each in page.webhooks]
+
+    list_alert_webhooks = items_of(_list_alert_webhooks_pages)
 
     async def delete_alert_webhook(self, organization: str, *, allow_missing: bool = False) -> bool:
         """Removes an organization's webhook. NotFound if it has none.
@@ -1150,14 +1193,21 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.DeleteTokenIssuer, request)
         return response.deleted
 
-    async def list_token_issuers(self, organization: str = "") -> list[TokenIssuer]:
+    async def _list_token_issuers_pages(
+        self, organization: str = "", *, page_size: int = 100
+    ) -> AsyncIterator[list[TokenIssuer]]:
         """Lists trusted issuers.
 
         `organization`: Name or id of an organization; empty: all. Unknown: NotFound.
+        `page_size`: Number of items per call to the server, 1 to 1000.
         """
-        request = wire.request(tokens_pb2.ListTokenIssuersRequest, organization=organization)
-        response = await self._call(self._stub.ListTokenIssuers, request)
-        return [wire.read(TokenIssuer, each) for each in response.token_issuers]
+        request = wire.request(
+            tokens_pb2.ListTokenIssuersRequest, organization=organization, page_size=page_size
+        )
+        async for page in self._pages(self._stub.ListTokenIssuers, request):
+            yield [wire.read(TokenIssuer, each) for each in page.token_issuers]
+
+    list_token_issuers = items_of(_list_token_issuers_pages)
 
     async def revoke_tokens(self, token_issuer: str, claim: str, value: str) -> TokenRevocation:
         """Revokes a token, or all of a session or subject; their requests end in every process.
@@ -1236,6 +1286,89 @@ class AsyncAdminCalls(UnaryClient):
         )
         response = await self._call(self._stub.ListFleetVersions, request)
         return [wire.read(FleetVersion, each) for each in response.versions]
+
+    async def _list_members_pages(
+        self, organization: str, *, search: str = "", page_size: int = 100
+    ) -> AsyncIterator[list[Member]]:
+        """Lists the members of an organization.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `search`: Only addresses that begin with this.
+        `page_size`: Number of items per call to the server, 1 to 1000.
+        """
+        request = wire.request(
+            members_pb2.ListMembersRequest,
+            organization=organization,
+            search=search,
+            page_size=page_size,
+        )
+        async for page in self._pages(self._stub.ListMembers, request):
+            yield [wire.read(Member, each) for each in page.members]
+
+    list_members = items_of(_list_members_pages)
+
+    async def _list_invitations_pages(
+        self, organization: str, *, page_size: int = 100
+    ) -> AsyncIterator[list[Invitation]]:
+        """Lists the invitations of an organization that are neither accepted nor revoked.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `page_size`: Number of items per call to the server, 1 to 1000.
+        """
+        request = wire.request(
+            members_pb2.ListInvitationsRequest, organization=organization, page_size=page_size
+        )
+        async for page in self._pages(self._stub.ListInvitations, request):
+            yield [wire.read(Invitation, each) for each in page.invitations]
+
+    list_invitations = items_of(_list_invitations_pages)
+
+    async def _list_service_accounts_pages(
+        self, organization: str, *, page_size: int = 100
+    ) -> AsyncIterator[list[ServiceAccount]]:
+        """Lists the service accounts of an organization by name.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `page_size`: Number of items per call to the server, 1 to 1000.
+        """
+        request = wire.request(
+            members_pb2.ListServiceAccountsRequest, organization=organization, page_size=page_size
+        )
+        async for page in self._pages(self._stub.ListServiceAccounts, request):
+            yield [wire.read(ServiceAccount, each) for each in page.service_accounts]
+
+    list_service_accounts = items_of(_list_service_accounts_pages)
+
+    async def _list_provisioned_groups_pages(
+        self, organization: str, *, page_size: int = 100
+    ) -> AsyncIterator[list[ProvisionedGroup]]:
+        """Lists the groups that the identity provider of an organization provisions, and the roles
+        that are set for groups that do not exist yet.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `page_size`: Number of items per call to the server, 1 to 1000.
+        """
+        request = wire.request(
+            members_pb2.ListProvisionedGroupsRequest, organization=organization, page_size=page_size
+        )
+        async for page in self._pages(self._stub.ListProvisionedGroups, request):
+            yield [wire.read(ProvisionedGroup, each) for each in page.groups]
+
+    list_provisioned_groups = items_of(_list_provisioned_groups_pages)
+
+    async def _list_persons_pages(
+        self, *, search: str = "", page_size: int = 100
+    ) -> AsyncIterator[list[Person]]:
+        """Lists the persons of all organizations by e-mail address.
+
+        `search`: Only addresses that begin with this.
+        `page_size`: Number of items per call to the server, 1 to 1000.
+        """
+        request = wire.request(members_pb2.ListPersonsRequest, search=search, page_size=page_size)
+        async for page in self._pages(self._stub.ListPersons, request):
+            yield [wire.read(Person, each) for each in page.persons]
+
+    list_persons = items_of(_list_persons_pages)
 
     async def invite_member(
         self,
@@ -1503,7 +1636,7 @@ class BlockingAdminCalls(BlockingUnaryClient):
     resume_organization = blocking(AsyncAdminCalls.resume_organization)
     close_organization = blocking(AsyncAdminCalls.close_organization)
     bind_organization = blocking(AsyncAdminCalls.bind_organization)
-    list_organizations = blocking(AsyncAdminCalls.list_organizations)
+    list_organizations = blocking_items(AsyncAdminCalls._list_organizations_pages)
     set_billing_profile = blocking(AsyncAdminCalls.set_billing_profile)
     set_queue_weight = blocking(AsyncAdminCalls.set_queue_weight)
     create_project = blocking(AsyncAdminCalls.create_project)
@@ -1512,20 +1645,19 @@ class BlockingAdminCalls(BlockingUnaryClient):
     resume_project = blocking(AsyncAdminCalls.resume_project)
     close_project = blocking(AsyncAdminCalls.close_project)
     export_audit_entries = blocking(AsyncAdminCalls.export_audit_entries)
-    list_projects = blocking(AsyncAdminCalls.list_projects)
+    list_projects = blocking_items(AsyncAdminCalls._list_projects_pages)
     create_api_key = blocking(AsyncAdminCalls.create_api_key)
     rotate_api_key = blocking(AsyncAdminCalls.rotate_api_key)
     update_api_key = blocking(AsyncAdminCalls.update_api_key)
     revoke_api_key = blocking(AsyncAdminCalls.revoke_api_key)
-    list_api_keys = blocking(AsyncAdminCalls.list_api_keys)
+    list_api_keys = blocking_items(AsyncAdminCalls._list_api_keys_pages)
     set_quota = blocking(AsyncAdminCalls.set_quota)
     override_quota = blocking(AsyncAdminCalls.override_quota)
     set_price = blocking(AsyncAdminCalls.set_price)
     withdraw_price = blocking(AsyncAdminCalls.withdraw_price)
     list_prices = blocking(AsyncAdminCalls.list_prices)
-    list_plans = blocking(AsyncAdminCalls.list_plans)
     grant_credit = blocking(AsyncAdminCalls.grant_credit)
-    list_credit_grants = blocking(AsyncAdminCalls.list_credit_grants)
+    list_credit_grants = blocking_items(AsyncAdminCalls._list_credit_grants_pages)
     get_credit_balance = blocking(AsyncAdminCalls.get_credit_balance)
     set_prepaid = blocking(AsyncAdminCalls.set_prepaid)
     list_live_requests = blocking(AsyncAdminCalls.list_live_requests)
@@ -1537,17 +1669,22 @@ class BlockingAdminCalls(BlockingUnaryClient):
     drain_replica = blocking(AsyncAdminCalls.drain_replica)
     undrain_replica = blocking(AsyncAdminCalls.undrain_replica)
     set_alert_webhook = blocking(AsyncAdminCalls.set_alert_webhook)
-    list_alert_webhooks = blocking(AsyncAdminCalls.list_alert_webhooks)
+    list_alert_webhooks = blocking_items(AsyncAdminCalls._list_alert_webhooks_pages)
     delete_alert_webhook = blocking(AsyncAdminCalls.delete_alert_webhook)
     test_alert_webhook = blocking(AsyncAdminCalls.test_alert_webhook)
     erase_end_user = blocking(AsyncAdminCalls.erase_end_user)
     create_token_issuer = blocking(AsyncAdminCalls.create_token_issuer)
     delete_token_issuer = blocking(AsyncAdminCalls.delete_token_issuer)
-    list_token_issuers = blocking(AsyncAdminCalls.list_token_issuers)
+    list_token_issuers = blocking_items(AsyncAdminCalls._list_token_issuers_pages)
     revoke_tokens = blocking(AsyncAdminCalls.revoke_tokens)
     get_fleet = blocking(AsyncAdminCalls.get_fleet)
     apply_fleet = blocking(AsyncAdminCalls.apply_fleet)
     list_fleet_versions = blocking(AsyncAdminCalls.list_fleet_versions)
+    list_members = blocking_items(AsyncAdminCalls._list_members_pages)
+    list_invitations = blocking_items(AsyncAdminCalls._list_invitations_pages)
+    list_service_accounts = blocking_items(AsyncAdminCalls._list_service_accounts_pages)
+    list_provisioned_groups = blocking_items(AsyncAdminCalls._list_provisioned_groups_pages)
+    list_persons = blocking_items(AsyncAdminCalls._list_persons_pages)
     invite_member = blocking(AsyncAdminCalls.invite_member)
     resend_invitation = blocking(AsyncAdminCalls.resend_invitation)
     revoke_invitation = blocking(AsyncAdminCalls.revoke_invitation)
@@ -1729,21 +1866,25 @@ class AsyncBillingCalls(UnaryClient):
         response = await self._call(self._stub.RejectAdjustment, request)
         return wire.read(Adjustment, response.adjustment)
 
-    async def list_adjustments(
-        self, organization: str, *, undecided_only: bool = False
-    ) -> list[Adjustment]:
+    async def _list_adjustments_pages(
+        self, organization: str, *, undecided_only: bool = False, page_size: int = 100
+    ) -> AsyncIterator[list[Adjustment]]:
         """Lists adjustments and credit notes, the latest first.
 
         `organization`: Name or id of the organization. Unknown: NotFound.
         `undecided_only`: Only pending ones.
+        `page_size`: Number of items per call to the server, 1 to 1000.
         """
         request = wire.request(
             months_pb2.ListAdjustmentsRequest,
             organization=organization,
             undecided_only=undecided_only,
+            page_size=page_size,
         )
-        response = await self._call(self._stub.ListAdjustments, request)
-        return [wire.read(Adjustment, each) for each in response.adjustments]
+        async for page in self._pages(self._stub.ListAdjustments, request):
+            yield [wire.read(Adjustment, each) for each in page.adjustments]
+
+    list_adjustments = items_of(_list_adjustments_pages)
 
     async def get_end_user(self, end_user: str, *, organization: str = "") -> EndUserLimits:
         """Returns one end user with its usage of the month and its limits.
@@ -1896,7 +2037,7 @@ class BlockingBillingCalls(BlockingUnaryClient):
     create_credit_note = blocking(AsyncBillingCalls.create_credit_note)
     approve_adjustment = blocking(AsyncBillingCalls.approve_adjustment)
     reject_adjustment = blocking(AsyncBillingCalls.reject_adjustment)
-    list_adjustments = blocking(AsyncBillingCalls.list_adjustments)
+    list_adjustments = blocking_items(AsyncBillingCalls._list_adjustments_pages)
     get_end_user = blocking(AsyncBillingCalls.get_end_user)
     get_forecast = blocking(AsyncBillingCalls.get_forecast)
     set_resale_price = blocking(AsyncBillingCalls.set_resale_price)

@@ -849,6 +849,52 @@ class KeyRestrictions(Value):
 
 
 @dataclass(frozen=True, slots=True)
+class Plan(Value):
+    """One immutable version of a plan."""
+
+    name: str = field(default="", metadata={"source": "configuration.name"})
+    """Name of the plan."""
+    version: int = 0
+    """Its version: 1 for the first of its name, and one more for each change."""
+    configuration: Mapping[str, Any] = field(default_factory=dict)
+    """Rules of the plan."""
+    create_time: datetime | None = None
+    """Time of creation."""
+    existed: bool = False
+    """True if creating it found an identical version."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAssignment(Value):
+    """The plan of an organization from a month on, until its next assignment."""
+
+    organization_id: str = ""
+    """UUID of the organization that has the plan."""
+    organization_name: str = ""
+    """Name of the organization that has the plan."""
+    first_month: str = ""
+    """The first month as YYYY-MM, UTC."""
+    plan: str = ""
+    """The name of the plan; empty for none."""
+    version: int = 0
+    """Its version; 0 for no plan."""
+    assigned_by: str = ""
+    """Author of the assignment: the prefix of the API key."""
+    existed: bool = False
+    """True if it was assigned before."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanList(Value):
+    """Plans and their assignments."""
+
+    plans: tuple[Plan, ...] = ()
+    """Sorted by name, the latest version first."""
+    assignments: tuple[PlanAssignment, ...] = ()
+    """Sorted by organization, then month."""
+
+
+@dataclass(frozen=True, slots=True)
 class Price(Value):
     """Price of a model."""
 
@@ -954,40 +1000,6 @@ class Model(Value):
     each is 2147483647 in `token_ids`, and `update.max_output_tokens` cannot be raised."""
 
 
-@dataclass(frozen=True, slots=True)
-class Member(Value):
-    """A member: a person with a role in an organization."""
-
-    membership_id: str = ""
-    """Server-generated UUID of the membership."""
-    person_id: str = ""
-    """UUID of the person."""
-    email: str = ""
-    """E-mail address of the person."""
-    display_name: str = ""
-    """Name to show of the person."""
-    organization_id: str = ""
-    """UUID of the organization."""
-    organization_name: str = ""
-    """Name of the organization."""
-    project_id: str = ""
-    """UUID of the project that the member's own usage counts as; a developer has access to no
-    other."""
-    project_name: str = ""
-    """Name of that project."""
-    role: str = ""
-    """"owner", "admin", "developer", "finance" or "viewer"; or "operator", of the whole service."""
-    api_key_id: str = ""
-    """UUID of the bound key that acts for the member."""
-    key_prefix: str = ""
-    """Prefix of that key, which the audit log names as the author of changes."""
-    create_time: datetime | None = None
-    """Time at which the invitation was accepted."""
-    deactivate_time: datetime | None = None
-    """Time since when all keys of the person in the organization are refused: the operator has
-    deactivated the person, or the organization's identity provider the member. Unset: active."""
-
-
 class MonthExportFormat(StrEnum):
     """File format of a month."""
 
@@ -997,42 +1009,6 @@ class MonthExportFormat(StrEnum):
     """Charges by day, project, key, price and token kind, as CSV with the columns of FOCUS 1.4, the
     FinOps Open Cost and Usage Specification. For a closed month the sum of BilledCost is the total
     of the invoice."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan(Value):
-    """One immutable version of a plan."""
-
-    name: str = field(default="", metadata={"source": "configuration.name"})
-    """Name of the plan."""
-    version: int = 0
-    """Its version: 1 for the first of its name, and one more for each change."""
-    configuration: Mapping[str, Any] = field(default_factory=dict)
-    """Rules of the plan."""
-    create_time: datetime | None = None
-    """Time of creation."""
-    existed: bool = False
-    """True if creating it found an identical version."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanAssignment(Value):
-    """The plan of an organization from a month on, until its next assignment."""
-
-    organization_id: str = ""
-    """UUID of the organization that has the plan."""
-    organization_name: str = ""
-    """Name of the organization that has the plan."""
-    first_month: str = ""
-    """The first month as YYYY-MM, UTC."""
-    plan: str = ""
-    """The name of the plan; empty for none."""
-    version: int = 0
-    """Its version; 0 for no plan."""
-    assigned_by: str = ""
-    """Author of the assignment: the prefix of the API key."""
-    existed: bool = False
-    """True if it was assigned before."""
 
 
 class Stage(StrEnum):
@@ -1222,60 +1198,6 @@ class SimulatedCustomer(Value):
     """The actual plan; empty: none."""
     new_plan: str = ""
     """The simulated plan."""
-
-
-@dataclass(frozen=True, slots=True)
-class Person(Value):
-    """A person, whichever organizations it is a member of."""
-
-    person_id: str = ""
-    """Server-generated UUID."""
-    email: str = ""
-    """E-mail address, in lower case. Unique in the service."""
-    display_name: str = ""
-    """Name to show."""
-    create_time: datetime | None = None
-    """Time of the first invitation that the person accepted."""
-    deactivate_time: datetime | None = None
-    """Time since when all keys of the person are refused. Unset: active."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProvisionedGroup(Value):
-    """A group of an organization's identity provider, with the role that it gives."""
-
-    group_id: str = ""
-    """UUID of the group. Empty: a role is set for its name, and it is not provisioned yet."""
-    group: str = ""
-    """Name of the group. Letter case does not matter."""
-    member_count: int = 0
-    """Number of its users."""
-    role: str = ""
-    """Role of its members in the organization: see `ApiKey.role`. Empty: it gives none."""
-    project_id: str = ""
-    """UUID of the project of its members. Empty: the oldest one."""
-    project_name: str = ""
-    """Name of that project."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceAccount(Value):
-    """A program of an organization that owns keys."""
-
-    service_account_id: str = ""
-    """Server-generated UUID."""
-    organization_id: str = ""
-    """UUID of the organization."""
-    organization_name: str = ""
-    """Name of the organization."""
-    name: str = ""
-    """Name, unique among the organization's service accounts."""
-    role: str = ""
-    """Role of its keys: see `ApiKey.role`. Empty: its keys are for models."""
-    create_time: datetime | None = None
-    """Time of creation."""
-    key_count: int = 0
-    """Number of its keys that are not revoked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1583,6 +1505,17 @@ class RotatedApiKey(Value):
     """End of validity of the replaced secret."""
 
 
+class ApiKeyState(StrEnum):
+    """State of a key."""
+
+    UNSPECIFIED = "unspecified"
+    """Not set, or not known to this client."""
+    VALID = "valid"
+    """Neither revoked nor expired."""
+    ENDED = "ended"
+    """Revoked or expired."""
+
+
 @dataclass(frozen=True, slots=True)
 class PriceVersion(Value):
     """One immutable price version; corrections are later versions."""
@@ -1643,16 +1576,6 @@ class PriceList(Value):
     versions: tuple[PriceVersion, ...] = ()
     """With `history`: all versions of list prices and of the organization's own, the oldest of each
     tier first."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanList(Value):
-    """Plans and their assignments."""
-
-    plans: tuple[Plan, ...] = ()
-    """Sorted by name, the latest version first."""
-    assignments: tuple[PlanAssignment, ...] = ()
-    """Sorted by organization, then month."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -2185,6 +2108,40 @@ class ResentInvitation(Value):
 
 
 @dataclass(frozen=True, slots=True)
+class Member(Value):
+    """A member: a person with a role in an organization."""
+
+    membership_id: str = ""
+    """Server-generated UUID of the membership."""
+    person_id: str = ""
+    """UUID of the person."""
+    email: str = ""
+    """E-mail address of the person."""
+    display_name: str = ""
+    """Name to show of the person."""
+    organization_id: str = ""
+    """UUID of the organization."""
+    organization_name: str = ""
+    """Name of the organization."""
+    project_id: str = ""
+    """UUID of the project that the member's own usage counts as; a developer has access to no
+    other."""
+    project_name: str = ""
+    """Name of that project."""
+    role: str = ""
+    """"owner", "admin", "developer", "finance" or "viewer"; or "operator", of the whole service."""
+    api_key_id: str = ""
+    """UUID of the bound key that acts for the member."""
+    key_prefix: str = ""
+    """Prefix of that key, which the audit log names as the author of changes."""
+    create_time: datetime | None = None
+    """Time at which the invitation was accepted."""
+    deactivate_time: datetime | None = None
+    """Time since when all keys of the person in the organization are refused: the operator has
+    deactivated the person, or the organization's identity provider the member. Unset: active."""
+
+
+@dataclass(frozen=True, slots=True)
 class AcceptedInvitation(Value):
     """The new member."""
 
@@ -2202,6 +2159,42 @@ class RemovedMember(Value):
     """Prefixes of the keys that were revoked."""
     kept_keys: tuple[str, ...] = ()
     """Prefixes of the keys that the person created and that stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceAccount(Value):
+    """A program of an organization that owns keys."""
+
+    service_account_id: str = ""
+    """Server-generated UUID."""
+    organization_id: str = ""
+    """UUID of the organization."""
+    organization_name: str = ""
+    """Name of the organization."""
+    name: str = ""
+    """Name, unique among the organization's service accounts."""
+    role: str = ""
+    """Role of its keys: see `ApiKey.role`. Empty: its keys are for models."""
+    create_time: datetime | None = None
+    """Time of creation."""
+    key_count: int = 0
+    """Number of its keys that are not revoked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Person(Value):
+    """A person, whichever organizations it is a member of."""
+
+    person_id: str = ""
+    """Server-generated UUID."""
+    email: str = ""
+    """E-mail address, in lower case. Unique in the service."""
+    display_name: str = ""
+    """Name to show."""
+    create_time: datetime | None = None
+    """Time of the first invitation that the person accepted."""
+    deactivate_time: datetime | None = None
+    """Time since when all keys of the person are refused. Unset: active."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -2274,6 +2267,24 @@ class TokenRevocation(Value):
     """Its value."""
     expire_time: datetime | None = None
     """When the last of them would have expired, and the revocation is forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProvisionedGroup(Value):
+    """A group of an organization's identity provider, with the role that it gives."""
+
+    group_id: str = ""
+    """UUID of the group. Empty: a role is set for its name, and it is not provisioned yet."""
+    group: str = ""
+    """Name of the group. Letter case does not matter."""
+    member_count: int = 0
+    """Number of its users."""
+    role: str = ""
+    """Role of its members in the organization: see `ApiKey.role`. Empty: it gives none."""
+    project_id: str = ""
+    """UUID of the project of its members. Empty: the oldest one."""
+    project_name: str = ""
+    """Name of that project."""
 
 
 @dataclass(frozen=True, slots=True)
