@@ -596,6 +596,40 @@ async def test_a_bound_request_uses_only_replicas_known_to_be_in_its_region() ->
     assert not any(each.requests for each in puppets[1:])
 
 
+async def test_requests_of_a_region_wait_for_its_replicas_only() -> None:
+    """A bound request waits for those that are known to be there."""
+    replica_set, puppets, _ = make_set(4, regions=["us", "eu", "", "eu"], warm_count=1)
+    replica_set.replicas[3].known_region = ""  # the fleet does not say
+    eu = replica_set.within(("eu",), is_bound=False)
+    bound = replica_set.within(("eu",), is_bound=True)
+    nowhere = replica_set.within(("mars",), is_bound=True)
+    assert replica_set.within((), is_bound=False) is replica_set
+    for puppet in puppets[1:]:
+        puppet.state = engine.EngineState.COLD
+    assert [each.healthy() for each in (replica_set, eu, bound)] == [True, False, False]
+    assert bound.condition().state is engine.EngineState.COLD
+    assert nowhere.condition().state is engine.EngineState.FAILED
+    with pytest.raises(EngineUnavailable, match="is known to be in 'mars'"):
+        await nowhere.start()
+
+    puppets[2].state = puppets[3].state = engine.EngineState.READY
+    assert [each.healthy() for each in (eu, bound)] == [True, False]
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        starting = tasks.create_task(bound.start())
+        await asyncio.sleep(0)
+        assert not starting.done()
+        puppets[1].started.set()
+        await starting
+    assert bound.healthy()
+
+    replica_set.drain(["r1"])
+    assert bound.condition().reason == "it is being drained"
+    with pytest.raises(EngineUnavailable, match="being drained"):
+        await bound.start()
+    replica_set.become([replica_set.replicas[0], *replica_set.replicas[2:]], 1)
+    assert nowhere.condition().state is bound.condition().state is engine.EngineState.FAILED
+
+
 async def test_a_set_is_started_as_soon_as_one_replica_is() -> None:
     replica_set, puppets, _ = make_set(3, warm_count=2)
     for puppet in puppets:
