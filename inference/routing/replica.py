@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -30,6 +31,7 @@ from inference.kv_blocks import KV_BLOCK_TOKENS, block_hashes
 
 BLOCK_COUNT_MAX = 65_536  # for engines that do not report a number: a million tokens, 10 MB here
 UNSHARED_MAX = 4096  # blocks that wait for a broadcast: seven seconds of full ones
+RECALLED_MAX = 4096  # of the blocks that a process which asks is told, the newest ones
 # Largest block of engines; a reported prefix may be shorter by this much.
 ENGINE_BLOCK_TOKENS_MAX = 128
 UNUSED_POLL_S = 0.1  # seconds between checks of whether a replica that was left out has work
@@ -179,6 +181,7 @@ class SentPrefixes:
     """Prompt blocks that were sent to one replica. Each use has a number, in order.
 
     `unshared` are blocks that other processes do not know of; the oldest of too many are dropped.
+    `recalled` are known blocks for a process that knows none, the newest first.
     """
 
     def __init__(self, block_count_max: int = BLOCK_COUNT_MAX) -> None:
@@ -186,7 +189,9 @@ class SentPrefixes:
         self._uses: OrderedDict[int, int] = OrderedDict()  # least recently used first
         self._computed: set[int] = set()
         self._use = 0
+        self._private: set[int] = set()
         self.unshared: deque[int] = deque(maxlen=UNSHARED_MAX)
+        self.recalled: dict[int, None] = {}
 
     def __len__(self) -> int:
         return len(self._uses)
@@ -208,6 +213,8 @@ class SentPrefixes:
 
         Other processes never learn of those that are private.
         """
+        if is_private:
+            self._private.update(key for key in keys if key not in self._uses)
         self._touch(keys, None if is_private else self.unshared)
         self._forget_surplus()
 
@@ -216,10 +223,32 @@ class SentPrefixes:
         self._touch(keys[::-1], None)
         self._forget_surplus()
 
+    def recall(self) -> None:
+        """Fill `recalled` with the newest blocks, except for private ones."""
+        newest = itertools.islice(reversed(self._uses), RECALLED_MAX)
+        self.recalled = dict.fromkeys(key for key in newest if key not in self._private)
+
+    def sent_earlier(self, keys: Keys) -> None:
+        """Add blocks that another process recalls, the newest first, as older than all known ones.
+
+        They need not be recalled here any more.
+        """
+        oldest = next(iter(self._uses.values()), self._use + 1)
+        for key in keys:
+            self.recalled.pop(key, None)
+            if key not in self._uses and len(self._uses) < self.block_count_max:
+                oldest -= 1
+                self._uses[key] = oldest
+                self._uses.move_to_end(key, last=False)
+
     def _forget_surplus(self) -> None:
         while len(self._uses) > self.block_count_max:
-            key, _ = self._uses.popitem(last=False)
-            self._computed.discard(key)
+            self._forget(next(iter(self._uses)))
+
+    def _forget(self, key: int) -> None:
+        del self._uses[key]
+        self._computed.discard(key)
+        self._private.discard(key)
 
     def computed(self, keys: Keys) -> None:
         """Mark those of these blocks that are still known as computed by the engine."""
@@ -233,22 +262,25 @@ class SentPrefixes:
         recently are forgotten; blocks that were not computed yet stay.
         """
         missing = found.computed[(token_count + ENGINE_BLOCK_TOKENS_MAX) // KV_BLOCK_TOKENS :]
-        last_gone = max(missing, default=0)
-        while self._uses and self._uses[key := next(iter(self._uses))] <= last_gone:
-            del self._uses[key]
-            self._computed.discard(key)
+        if missing:
+            last_gone = max(missing)
+            while self._uses and self._uses[key := next(iter(self._uses))] <= last_gone:
+                self._forget(key)
         return bool(missing)
 
     def clear(self) -> None:
         """Forget all blocks, because the engine has lost its cache."""
         self._uses.clear()
         self._computed.clear()
+        self._private.clear()
         self.unshared.clear()
+        self.recalled.clear()
 
     def _touch(self, keys: Keys, unshared: deque[int] | None) -> None:
         # The tail first, as engines evict it, so that a shared prefix is forgotten last.
         for key in reversed(keys):
-            if unshared is not None and key not in self._uses:
+            if unshared is not None and (key not in self._uses or key in self._private):
+                self._private.discard(key)
                 unshared.append(key)
             self._use += 1
             self._uses[key] = self._use
