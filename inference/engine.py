@@ -228,7 +228,28 @@ class EngineCondition:
         return error.with_client_message(self.client_message and f"{is_so}: {self.client_message}")
 
 
-class Backend(Protocol):
+class Startable(Protocol):
+    """Interface to something that requests wait for: a backend, or the part that they may use."""
+
+    async def start(self) -> None:
+        """Load the model, and return when the engine accepts requests.
+
+        Needs a running or scheduled `serve`. Idempotent; concurrent calls wait for the same
+        loading. Raises EngineStartFailed with the reason if loading fails, and EngineUnavailable if
+        the engine was closed.
+        """
+        ...
+
+    def healthy(self) -> bool:
+        """Return whether requests are accepted, that is, `condition().state` is READY."""
+        ...
+
+    def condition(self) -> EngineCondition:
+        """Return the current state; never blocks."""
+        ...
+
+
+class Backend(Startable, Protocol):
     """Interface to a model, whatever computes it: lifecycle, health and statistics."""
 
     @property
@@ -245,25 +266,8 @@ class Backend(Protocol):
         """
         ...
 
-    async def start(self) -> None:
-        """Load the model, and return when the engine accepts requests.
-
-        Needs a running or scheduled `serve`. Idempotent; concurrent calls wait for the same
-        loading. Raises EngineStartFailed with the reason if loading fails, and EngineUnavailable if
-        the engine was closed.
-        """
-        ...
-
     def statistics(self) -> EngineStatistics:
         """Return the last reported statistics; never blocks."""
-        ...
-
-    def healthy(self) -> bool:
-        """Return whether requests are accepted, that is, `condition().state` is READY."""
-        ...
-
-    def condition(self) -> EngineCondition:
-        """Return the current state; never blocks."""
         ...
 
     async def close(self) -> None:

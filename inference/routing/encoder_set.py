@@ -28,7 +28,7 @@ from inference.errors import (
     EngineStartFailed,
     EngineUnavailable,
 )
-from inference.routing.replica import Member, Replicas, Stoppable, unavailable
+from inference.routing.replica import Member, Replicas, Stoppable, absent, unavailable
 
 LOSS_COUNT_MAX = 2  # encoders that may fail during one call: the call may be the cause
 FULL_TOKENS = 16_384  # outstanding per encoder before another is started: seconds of work on a CPU
@@ -63,14 +63,8 @@ class EncoderSet(Replicas[EncoderReplica]):
         self, model: ModelInfo, replicas: Sequence[EncoderReplica], *, warm_count: int
     ) -> None:
         """Create the set. Callers see `model`, whatever its replicas report."""
-        super().__init__(replicas, warm_count)
-        self._model = model
+        super().__init__(model, replicas, warm_count)
         self._growth_due = asyncio.Event()  # set when another replica should be started
-
-    @property
-    def model(self) -> ModelInfo:
-        """Implement `Backend.model`."""
-        return self._model
 
     def drain(self, names: Collection[str]) -> None:
         """Drain exactly the replicas with these names: they get no new calls."""
@@ -136,13 +130,10 @@ class EncoderSet(Replicas[EncoderReplica]):
         """List the replicas for calls that may not leave a region. Raises: EngineUnavailable."""
         if not bound_region:
             return self._replicas
-        found = [each for each in self._replicas if each.known_region == bound_region]
+        regions = (bound_region,)
+        found = [each for each in self._replicas if each.serves(regions, is_bound=True)]
         if not found:
-            raise EngineUnavailable(
-                f"no replica of {self._model.name} is known to be in {bound_region!r}, where your"
-                " texts have to stay: ask the operator for one, whose target names its region",
-                0.0,
-            )
+            raise absent(self._model, regions, is_bound=True)
         return found
 
     def statistics(self) -> EngineStatistics:

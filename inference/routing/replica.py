@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -21,6 +22,8 @@ from inference.engine import (
     EngineCondition,
     EngineState,
     EngineStatistics,
+    ModelInfo,
+    Startable,
     pool_of,
 )
 from inference.errors import EngineError, EngineUnavailable
@@ -28,10 +31,12 @@ from inference.kv_blocks import KV_BLOCK_TOKENS, block_hashes
 
 BLOCK_COUNT_MAX = 65_536  # for engines that do not report a number: a million tokens, 10 MB here
 UNSHARED_MAX = 4096  # blocks that wait for a broadcast: seven seconds of full ones
+RECALLED_MAX = 4096  # of the blocks that a process which asks is told, the newest ones
 # Largest block of engines; a reported prefix may be shorter by this much.
 ENGINE_BLOCK_TOKENS_MAX = 128
 UNUSED_POLL_S = 0.1  # seconds between checks of whether a replica that was left out has work
-DRAINED_RETRY_S = 5.0  # retry-after while all replicas are drained, which an operator decides
+# Retry-after while all replicas are drained, or none is in a region: an operator decides.
+DRAINED_RETRY_S = 5.0
 DRAINED = EngineCondition(
     EngineState.RESTARTING, retry_after_s=DRAINED_RETRY_S, reason="it is being drained"
 )
@@ -176,6 +181,7 @@ class SentPrefixes:
     """Prompt blocks that were sent to one replica. Each use has a number, in order.
 
     `unshared` are blocks that other processes do not know of; the oldest of too many are dropped.
+    `recalled` are known blocks for a process that knows none, the newest first.
     """
 
     def __init__(self, block_count_max: int = BLOCK_COUNT_MAX) -> None:
@@ -183,7 +189,9 @@ class SentPrefixes:
         self._uses: OrderedDict[int, int] = OrderedDict()  # least recently used first
         self._computed: set[int] = set()
         self._use = 0
+        self._private: set[int] = set()
         self.unshared: deque[int] = deque(maxlen=UNSHARED_MAX)
+        self.recalled: dict[int, None] = {}
 
     def __len__(self) -> int:
         return len(self._uses)
@@ -205,6 +213,8 @@ class SentPrefixes:
 
         Other processes never learn of those that are private.
         """
+        if is_private:
+            self._private.update(key for key in keys if key not in self._uses)
         self._touch(keys, None if is_private else self.unshared)
         self._forget_surplus()
 
@@ -213,10 +223,32 @@ class SentPrefixes:
         self._touch(keys[::-1], None)
         self._forget_surplus()
 
+    def recall(self) -> None:
+        """Fill `recalled` with the newest blocks, except for private ones."""
+        newest = itertools.islice(reversed(self._uses), RECALLED_MAX)
+        self.recalled = dict.fromkeys(key for key in newest if key not in self._private)
+
+    def sent_earlier(self, keys: Keys) -> None:
+        """Add blocks that another process recalls, the newest first, as older than all known ones.
+
+        They need not be recalled here any more.
+        """
+        oldest = next(iter(self._uses.values()), self._use + 1)
+        for key in keys:
+            self.recalled.pop(key, None)
+            if key not in self._uses and len(self._uses) < self.block_count_max:
+                oldest -= 1
+                self._uses[key] = oldest
+                self._uses.move_to_end(key, last=False)
+
     def _forget_surplus(self) -> None:
         while len(self._uses) > self.block_count_max:
-            key, _ = self._uses.popitem(last=False)
-            self._computed.discard(key)
+            self._forget(next(iter(self._uses)))
+
+    def _forget(self, key: int) -> None:
+        del self._uses[key]
+        self._computed.discard(key)
+        self._private.discard(key)
 
     def computed(self, keys: Keys) -> None:
         """Mark those of these blocks that are still known as computed by the engine."""
@@ -230,22 +262,25 @@ class SentPrefixes:
         recently are forgotten; blocks that were not computed yet stay.
         """
         missing = found.computed[(token_count + ENGINE_BLOCK_TOKENS_MAX) // KV_BLOCK_TOKENS :]
-        last_gone = max(missing, default=0)
-        while self._uses and self._uses[key := next(iter(self._uses))] <= last_gone:
-            del self._uses[key]
-            self._computed.discard(key)
+        if missing:
+            last_gone = max(missing)
+            while self._uses and self._uses[key := next(iter(self._uses))] <= last_gone:
+                self._forget(key)
         return bool(missing)
 
     def clear(self) -> None:
         """Forget all blocks, because the engine has lost its cache."""
         self._uses.clear()
         self._computed.clear()
+        self._private.clear()
         self.unshared.clear()
+        self.recalled.clear()
 
     def _touch(self, keys: Keys, unshared: deque[int] | None) -> None:
         # The tail first, as engines evict it, so that a shared prefix is forgotten last.
         for key in reversed(keys):
-            if unshared is not None and key not in self._uses:
+            if unshared is not None and (key not in self._uses or key in self._private):
+                self._private.discard(key)
                 unshared.append(key)
             self._use += 1
             self._uses[key] = self._use
@@ -336,6 +371,15 @@ class Member:
     def takes(self, now_s: float) -> bool:
         """Return whether the replica may get work now."""
         return self.backend.healthy() and not self.is_draining
+
+    def serves(self, regions: Sequence[str], *, is_bound: bool) -> bool:
+        """Return whether requests that may run in these regions only may use the replica.
+
+        One without a region serves all but those that are bound.
+        """
+        if is_bound:
+            return self.known_region in regions
+        return not (regions and self.region) or self.region in regions
 
     def report(self, now_s: float) -> ReplicaReport:
         """Describe the state of the replica for operators."""
@@ -521,12 +565,14 @@ class Replicas(Generic[Each]):
 
     def __init__(
         self,
+        model: ModelInfo,
         replicas: Sequence[Each],
         warm_count: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the set without starting any replica; `start` starts the first `warm_count`."""
         assert replicas, "a set has replicas"
+        self._model = model
         self._replicas = tuple(replicas)
         self._warm_count = warm_count
         self.clock = clock
@@ -540,6 +586,16 @@ class Replicas(Generic[Each]):
         self._tasks: asyncio.TaskGroup | None = None  # while it is served
 
     @property
+    def model(self) -> ModelInfo:
+        """Implement `Backend.model`."""
+        return self._model
+
+    @property
+    def replicas(self) -> tuple[Each, ...]:
+        """All replicas, the warm ones first."""
+        return self._replicas
+
+    @property
     def pool(self) -> str:
         """Implement `Pooled.pool`: the set of its replicas' pools, if each has one."""
         pools = {pool_of(replica.backend) for replica in self._replicas}
@@ -547,12 +603,23 @@ class Replicas(Generic[Each]):
 
     def healthy(self) -> bool:
         """Implement `Backend.healthy`."""
+        return self.any_takes(self._replicas)
+
+    def any_takes(self, members: Iterable[Each]) -> bool:
+        """Return whether one of these members takes requests."""
         if not self.is_closing:
             now_s = self.clock()
-            for replica in self._replicas:
+            for replica in members:
                 if replica.takes(now_s):
                     return True
         return False
+
+    def within(self, regions: tuple[str, ...], *, is_bound: bool) -> Startable:
+        """Return the part of the set that requests of these regions may use; all without regions.
+
+        See `GenerationRequest` for `is_bound`.
+        """
+        return Reach(self, regions, is_bound=is_bound) if regions else self
 
     def reports(self) -> list[ReplicaReport]:
         """Describe the state of each replica. Never blocks."""
@@ -561,17 +628,26 @@ class Replicas(Generic[Each]):
 
     async def start(self) -> None:
         """Implement `Backend.start`; return when the first replica takes requests."""
+        await self.start_one(lambda: self._replicas)
+
+    async def start_one(self, members: Callable[[], Sequence[Each]]) -> None:
+        """Start the set; return when one of the members at that time takes requests."""
         self._start_requested.set()
-        while not self.healthy():
-            await self._first_start([each for each in self._replicas if not each.is_draining])
+        while not self.any_takes(members()):
+            await self._first_start([each for each in members() if not each.is_draining])
 
     def condition(self) -> EngineCondition:
         """Implement `Backend.condition` by the replica that is likely to take requests first."""
+        return self.condition_among(self._replicas)
+
+    def condition_among(self, members: Sequence[Each]) -> EngineCondition:
+        """Determine the condition by that of these members."""
         if self.is_closing:
             return EngineCondition(EngineState.CLOSED, reason="closed")
-        if self.healthy():
+        if self.any_takes(members):
             return EngineCondition(EngineState.READY, loading_fraction=1.0)
-        return best_condition(self._conditions(self._replicas), self._warm_count)
+        warm_count = sum(each in members for each in self._replicas[: self._warm_count])
+        return best_condition(self._conditions(members), warm_count)
 
     def drain(self, names: Collection[str]) -> None:
         """Drain exactly the replicas with these names; their running requests finish."""
@@ -680,3 +756,57 @@ class Replicas(Generic[Each]):
                 task.cancel()
         if len(errors) == len(waited_for):
             raise errors[0]
+
+
+class Reach(Generic[Each]):
+    """Part of a set: the replicas that requests with these regions may use.
+
+    Requests wait for it instead of the set, whose other replicas they do not enter. Implements
+    `Startable`.
+    """
+
+    def __init__(self, whole: Replicas[Each], regions: tuple[str, ...], *, is_bound: bool) -> None:
+        self._whole = whole
+        self._regions = regions
+        self._is_bound = is_bound
+        self._of: tuple[Each, ...] = ()  # the replicas of the set, of which `_found` is a part
+        self._found: tuple[Each, ...] = ()
+
+    def _members(self) -> tuple[Each, ...]:
+        if (replicas := self._whole.replicas) is not self._of:
+            self._of = replicas
+            self._found = tuple(
+                each for each in replicas if each.serves(self._regions, is_bound=self._is_bound)
+            )
+        return self._found
+
+    def healthy(self) -> bool:
+        """Implement `Startable.healthy`."""
+        return self._whole.any_takes(self._members())
+
+    def condition(self) -> EngineCondition:
+        """Implement `Startable.condition`. Without a replica it is FAILED: an operator must act."""
+        if not (members := self._members()):
+            return EngineCondition(EngineState.FAILED, reason=str(self._absent()))
+        return self._whole.condition_among(members)
+
+    async def start(self) -> None:
+        """Implement `Startable.start`, for one of the replicas."""
+        if not self._members():
+            raise self._absent()
+        await self._whole.start_one(self._members)
+
+    def _absent(self) -> EngineUnavailable:
+        return absent(self._whole.model, self._regions, is_bound=self._is_bound)
+
+
+def absent(model: ModelInfo, regions: Sequence[str], *, is_bound: bool) -> EngineUnavailable:
+    """Build the error for a request whose regions have no replica of the model."""
+    where = " or ".join(map(repr, regions))
+    if not is_bound:
+        return EngineUnavailable(f"no replica of {model.name} is in {where}", DRAINED_RETRY_S)
+    return EngineUnavailable(
+        f"no replica of {model.name} is known to be in {where}, where your text has to stay: ask"
+        " the operator for one, whose target names its region",
+        DRAINED_RETRY_S,
+    )

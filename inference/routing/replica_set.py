@@ -53,6 +53,7 @@ from inference.routing.replica import (
     NOTHING_FOUND,
     Replica,
     Replicas,
+    absent,
     unavailable,
 )
 
@@ -87,11 +88,13 @@ class ReplicaSet(Replicas[Replica]):
 
         Callers see `model`, with the capabilities of the replicas.
         """
-        super().__init__(replicas, len(replicas) if warm_count is None else warm_count, clock)
+        super().__init__(
+            model, replicas, len(replicas) if warm_count is None else warm_count, clock
+        )
         assert len({replica.name for replica in replicas}) == len(replicas), (
             "names of replicas are unique"
         )
-        self._model = self._combined_model = model
+        self._combined_model = model
         self._capabilities: tuple[Capabilities, ...] = ()  # of the replicas, combined in the model
         self._policy: PlacementPolicy = policy or PrefixAware()
         self.recovery_wait_s = recovery_wait_s
@@ -117,11 +120,6 @@ class ReplicaSet(Replicas[Replica]):
             self._capabilities = each
         return self._combined_model
 
-    @property
-    def replicas(self) -> tuple[Replica, ...]:
-        """All replicas, the warm ones first."""
-        return self._replicas
-
     def place_by(self, policy: type[PlacementPolicy], recovery_wait_s: float) -> None:
         """Place sequences by another policy, and let them wait as long after a loss."""
         if type(self._policy) is not policy:
@@ -130,10 +128,10 @@ class ReplicaSet(Replicas[Replica]):
 
     async def _first_start(self, usable: Sequence[Replica]) -> None:
         await super()._first_start(usable)
-        if not self.healthy():  # ready, but its breaker is still open
+        if not self.any_takes(usable):  # ready, but its breaker is still open
             waits = [
                 replica.breaker.wait_s(self.clock())
-                for replica in self._replicas
+                for replica in usable
                 if replica.engine.healthy()
             ]
             await asyncio.sleep(max(min(waits, default=0.0), START_PAUSE_S))
@@ -288,7 +286,7 @@ class ReplicaSet(Replicas[Replica]):
         for is_avoided in (False, True):
             rest = [replica for replica in allowed if (replica in avoided) is is_avoided]
             if request.is_bound:
-                yield [each for each in rest if each.known_region in request.regions]
+                yield [each for each in rest if each.serves(request.regions, is_bound=True)]
                 continue
             if not request.regions:
                 yield rest
@@ -310,14 +308,8 @@ class ReplicaSet(Replicas[Replica]):
             )
             return EngineOverloaded(full, min(overloads))
         allowed = {replica for tier in self._tiers(request, ()) for replica in tier}
-        if not allowed and request.is_bound:
-            region = request.regions[0]
-            return EngineUnavailable(
-                f"no replica of {self._model.name} that can take this request is known to be in"
-                f" {region!r}, where it has to stay: ask the operator for one, whose target names"
-                " its region",
-                0.0,
-            )
+        if not allowed and not request.output_token_ids:
+            return absent(self._model, request.regions, is_bound=request.is_bound)
         if not allowed:
             return EngineUnavailable(
                 f"no replica in {', '.join(request.regions) or 'this set'} can continue the"

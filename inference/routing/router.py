@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from inference.engine import Backend, Encoder, Engine, ModelInfo
+from inference.engine import Backend, Encoder, Engine, ModelInfo, Startable
 from inference.errors import EngineError, RequestImpossible
 from inference.routing.replica import ReplicaReport as ReplicaReport
 from inference.routing.replica import ReplicaState as ReplicaState
@@ -63,11 +63,15 @@ class ModelMismatch(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class EncoderRoute:
-    """Route of an embedding request: the model's canonical name, and the encoder's as `served`."""
+    """Route of an embedding request: the model's canonical name, and the encoder's as `served`.
+
+    For `reach` see `Route`.
+    """
 
     model: str
     served: str
     encoder: Encoder
+    reach: Startable
 
     @property
     def backend(self) -> Backend:
@@ -78,14 +82,15 @@ class EncoderRoute:
 class Route(msgspec.Struct, frozen=True):
     """Route of a request. `model` is the canonical name, by which the request is billed.
 
-    `served` is the name that the engine serves. For `regions` and `adapter` see
-    `GenerationRequest`, and for `is_bound`. `fallback` has the models to try, in order, if this one
-    cannot take the request.
+    `served` is the name that the engine serves, `reach` the part of the engine that the request may
+    use. For `regions` and `adapter` see `GenerationRequest`, and for `is_bound`. `fallback` has the
+    models to try, in order, if this one cannot take the request.
     """
 
     model: str
     served: str
     engine: Engine
+    reach: Startable
     regions: tuple[str, ...] = ()
     adapter: str = ""
     fallback: tuple[str, ...] = ()
@@ -111,6 +116,10 @@ class Replicated(Protocol):
 
     def move_out(self, name: str) -> int:
         """Move sequences from a drained replica to others; return how many move."""
+        ...
+
+    def within(self, regions: tuple[str, ...], *, is_bound: bool) -> Startable:
+        """Return the replicas that requests of these regions may use."""
         ...
 
 
@@ -192,6 +201,7 @@ class Router:
             canonical_name,
             share.served,
             engine,
+            reach_of(engine, regions, is_bound=bool(bound_region)),
             regions,
             share.adapter,
             fallback,
@@ -201,16 +211,19 @@ class Router:
             self._routes[model, region, bound_region] = route
         return route
 
-    def route_encoder(self, model: str, request_id: str) -> EncoderRoute:
+    def route_encoder(self, model: str, request_id: str, bound_region: str = "") -> EncoderRoute:
         """Choose the route of an embedding request. A request id always gets the same version.
 
-        Raises ModelUnknown, or ModelMismatch for a model that generates.
+        With `bound_region`, the request may run there only. Raises ModelUnknown, or ModelMismatch
+        for a model that generates.
         """
         share = self._share(model, request_id)
         encoder = self._encoders.get(share.served)
         if encoder is None:
             raise ModelMismatch(model, requested="embed", served="Generate")
-        return EncoderRoute(self._catalog.canonical_name(model), share.served, encoder)
+        regions = (bound_region,) if bound_region else ()
+        reach = reach_of(encoder, regions, is_bound=bool(bound_region))
+        return EncoderRoute(self._catalog.canonical_name(model), share.served, encoder, reach)
 
     def find(self, model: str) -> Backend:
         """Look up the engine or encoder of a model, alias or version. Raises ModelUnknown.
@@ -331,6 +344,13 @@ class Router:
         for name, backend in sorted(self._backends.items()):
             if isinstance(backend, Replicated):
                 yield name, backend
+
+
+def reach_of(backend: Backend, regions: tuple[str, ...], *, is_bound: bool) -> Startable:
+    """Return the part of a backend that requests of these regions may use; all without regions."""
+    if regions and isinstance(backend, Replicated):
+        return backend.within(regions, is_bound=is_bound)
+    return backend
 
 
 def replica_counts(backend: Backend) -> ReplicaCounts:

@@ -26,12 +26,14 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core.settings import bundled_models
+from inference.routing.replica_set import ReplicaSet
+from metering.pricing.prices import PriceTerms, set_price
 from tests.calls import calls
 from tests.conftest import as_application
 from tests.e2e.conftest import Serve
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.otlp_receiver import Receiver, receiving
-from tests.service import MODEL, Refusal, Service, Tenant, running, start, until
+from tests.service import MODEL, Refusal, Service, Tenant, run_inside, running, start, until
 
 WITHIN_S = 2.0  # of the commit, for every process
 PROMPT, LABEL, END_USER = "kumquat-prompt-5b1e", "kumquat-label-5b1e", "kumquat-user-5b1e"
@@ -41,6 +43,14 @@ FLEET = """
 regions: {{eu: [us], us: [eu]}}
 models:
   {model}: {{versions: {{v1: {{directory: {directory}}}}}}}
+"""
+REACH = """
+regions: {eu: [us], us: [eu]}
+models:
+  MODEL: {directory: DIRECTORY, replicas: {min: 1, max: 2}, fallback: [far, other]}
+  far: {directory: DIRECTORY}
+  alone: {directory: DIRECTORY, replicas: {min: 1, max: 2}}
+  other: {directory: DIRECTORY}
 """
 ADDRESSES = {"eu": "127.0.0.2", "us": "127.0.0.3"}
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -539,6 +549,72 @@ async def answer_of(service: Service, secret: str) -> str:
         http.post(f"{service.openai_url}/completions", json={"model": MODEL, **body}) as response,
     ):
         return str((await response.json())["choices"][0]["text"])
+
+
+async def test_a_bound_request_takes_a_fallback_in_its_region_or_waits_for_an_engine_there(
+    tmp_path: Path, model: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its model and the first fallback have a ready engine in `us` only."""
+    file = tmp_path / "fleet.yaml"
+    file.write_text(REACH.replace("MODEL", MODEL).replace("DIRECTORY", str(model)))
+    service = Service(
+        tmp_path / "home",
+        database_url,
+        model,
+        models=bundled_models(),
+        fleet=str(file),
+        region="eu",
+    )
+    async with run_inside(service, monkeypatch) as inside:
+        free, bound = await service.tenant(), await service.tenant()
+        await bind(service, bound, "eu")
+        for name in ("far", "alone", "other"):
+            await price(service, name)
+        router = inside.process.router
+        monkeypatch.setattr(router, "drain", lambda _: None)  # whatever the database says
+        names = (MODEL, "far", "alone", "other")
+        sets = {name: replica_set(router.find(name)) for name in names}
+        for each in sets.values():
+            await each.start()
+        tiny, alone = sets[MODEL], sets["alone"]
+        away = [each.replicas[0] for name, each in sets.items() if name != "other"]
+        for replica in away:
+            replica.region = replica.known_region = "us"
+        tiny.drain([tiny.replicas[1].name])
+
+        near = await models(service, bound.secret)
+        assert not any(each.placed_at for each in away)
+        assert alone.replicas[1].placed_at, "it was started for the bound request"
+        far = await models(service, free.secret, region="us")
+
+        assert near == ["other", "alone"]
+        assert far == [MODEL, "alone"]
+        assert [bool(each.placed_at) for each in away] == [True, False, True]
+
+
+def replica_set(backend: object) -> ReplicaSet:
+    assert isinstance(backend, ReplicaSet)
+    return backend
+
+
+async def price(service: Service, model: str) -> None:
+    """Set a price for a model."""
+    async with service.session() as session:
+        terms = PriceTerms(
+            model=model,
+            currency_code="USD",
+            input_picos_per_token=1,
+            cached_input_picos_per_token=1,
+            output_picos_per_token=1,
+        )
+        await set_price(session, terms, actor="test")
+
+
+async def models(service: Service, secret: str, **fields: Any) -> list[str]:
+    """Send a request to both models that have an engine in each region; return who answered."""
+    async with service.stream(secret) as stream:
+        sent = [await stream.begin(model=name, text="Hi", **fields) for name in (MODEL, "alone")]
+        return [(await stream.finished(request_id)).model for request_id in sent]
 
 
 def words(output: str) -> list[bytes]:

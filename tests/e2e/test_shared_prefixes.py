@@ -1,10 +1,10 @@
-"""Two api processes before the same two servers: a prompt goes where its prefix is cached."""
+"""Api processes before the same two servers: a prompt goes where its prefix is cached."""
 
 from __future__ import annotations
 
 import json
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -42,13 +42,13 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
 
 
 @pytest.fixture(scope="module")
-def gateways(
+def gateway(
     serve: Serve,
     servers: list[ServerProcess],
     model: Path,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Pair:
-    """Return two processes in front of both servers."""
+) -> Callable[[], Service]:
+    """Return a function that starts a process in front of both servers."""
     file = tmp_path_factory.mktemp("fleet") / "fleet.yaml"
     targets = [{"address": str(each.target(Wire.TRTLLM)), "region": "eu"} for each in servers]
     fleet = FLEET.format(model=MODEL, directory=model, targets=json.dumps(targets))
@@ -57,6 +57,12 @@ def gateways(
     def gateway() -> Service:
         return serve(model, is_drained=True, models=bundled_models(), fleet=str(file), region="eu")
 
+    return gateway
+
+
+@pytest.fixture(scope="module")
+def gateways(gateway: Callable[[], Service]) -> Pair:
+    """Return two processes."""
     return gateway(), gateway()
 
 
@@ -87,17 +93,21 @@ class Heard:
         self.connection.execute(f"LISTEN {PREFIXES}".encode())
         self.texts: list[str] = []
 
-    def blocks(self) -> set[bytes]:
-        """Return the hashes of all announced blocks."""
+    def blocks(self, field: str = "blocks") -> set[bytes]:
+        """Return the hashes of all announced blocks, or of those that were repeated."""
         self.texts += [each.payload for each in self.connection.notifies(timeout=0)]
         packed = [
-            b64decode(keys) for each in self.texts for keys in json.loads(each)["blocks"].values()
+            b64decode(keys)
+            for each in self.texts
+            for keys in json.loads(each).get(field, {}).values()
         ]
         return {keys[at : at + 8] for keys in packed for at in range(0, len(keys), 8)}
 
-    async def until_all_heard(self, services: Pair, block_count: int) -> None:
+    async def until_all_heard(
+        self, services: Sequence[Service], block_count: int, field: str = "blocks"
+    ) -> None:
         """Wait until so many blocks were announced, and each process has taken them."""
-        await until(lambda: len(self.blocks()) >= block_count, "the broadcasts")
+        await until(lambda: len(self.blocks(field)) >= block_count, "the broadcasts")
         [row] = services[0].database.rows("SELECT clock_timestamp() AS now")
         self.connection.execute("SELECT pg_notify(%s, %s)", (CHANNEL, REPORT))
         query = "SELECT count(*) AS n FROM live_reports WHERE reported_at > %s"
@@ -163,3 +173,28 @@ async def test_prefixes_of_an_organization_bound_to_a_region_stay_private(
     await heard.until_all_heard(gateways, 6)
 
     assert len(heard.blocks()) == 6
+
+
+async def test_a_process_that_starts_later_learns_what_others_have_sent(
+    gateways: Pair, gateway: Callable[[], Service], heard: Heard
+) -> None:
+    first, second = gateways
+    bound, tenant = await first.tenant(), await first.tenant()
+    operator = (await first.tenant(scopes=("admin",))).secret
+    async with calls(first, operator) as call:
+        await call("BindOrganization", organization=bound.name, region="eu")
+    requested = prompts(5)
+    await cached_counts(first, bound, prompts(6))
+    await cached_counts(first, tenant, requested[:4])
+    await cached_counts(second, tenant, requested[4:])
+    await heard.until_all_heard(gateways, PROMPT_COUNT * 6)
+    announced = heard.blocks()
+
+    late = gateway()
+    await until(lambda: heard.blocks("earlier") >= announced, "the answers")
+    await heard.until_all_heard((*gateways, late), len(announced), "earlier")
+    warm = await cached_counts(late, tenant, [[*prompt, 8, 9] for prompt in requested])
+
+    assert min(warm) >= PROMPT_TOKENS - KV_BLOCK_TOKENS, "all of them"
+    assert len(announced) == PROMPT_COUNT * 6, "without those of the bound organization"
+    assert max(len(text.encode()) for text in heard.texts) <= BYTES_MAX

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import uuid
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from inference.errors import (
 )
 from inference.routing.placement import POLICIES, LeastLoaded, PrefixAware, RoundRobin
 from inference.routing.replica import (
+    RECALLED_MAX,
     UNSHARED_MAX,
     BreakerLimits,
     BreakerState,
@@ -596,6 +598,40 @@ async def test_a_bound_request_uses_only_replicas_known_to_be_in_its_region() ->
     assert not any(each.requests for each in puppets[1:])
 
 
+async def test_requests_of_a_region_wait_for_its_replicas_only() -> None:
+    """A bound request waits for those that are known to be there."""
+    replica_set, puppets, _ = make_set(4, regions=["us", "eu", "", "eu"], warm_count=1)
+    replica_set.replicas[3].known_region = ""  # the fleet does not say
+    eu = replica_set.within(("eu",), is_bound=False)
+    bound = replica_set.within(("eu",), is_bound=True)
+    nowhere = replica_set.within(("mars",), is_bound=True)
+    assert replica_set.within((), is_bound=False) is replica_set
+    for puppet in puppets[1:]:
+        puppet.state = engine.EngineState.COLD
+    assert [each.healthy() for each in (replica_set, eu, bound)] == [True, False, False]
+    assert bound.condition().state is engine.EngineState.COLD
+    assert nowhere.condition().state is engine.EngineState.FAILED
+    with pytest.raises(EngineUnavailable, match="is known to be in 'mars'"):
+        await nowhere.start()
+
+    puppets[2].state = puppets[3].state = engine.EngineState.READY
+    assert [each.healthy() for each in (eu, bound)] == [True, False]
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        starting = tasks.create_task(bound.start())
+        await asyncio.sleep(0)
+        assert not starting.done()
+        puppets[1].started.set()
+        await starting
+    assert bound.healthy()
+
+    replica_set.drain(["r1"])
+    assert bound.condition().reason == "it is being drained"
+    with pytest.raises(EngineUnavailable, match="being drained"):
+        await bound.start()
+    replica_set.become([replica_set.replicas[0], *replica_set.replicas[2:]], 1)
+    assert nowhere.condition().state is bound.condition().state is engine.EngineState.FAILED
+
+
 async def test_a_set_is_started_as_soon_as_one_replica_is() -> None:
     replica_set, puppets, _ = make_set(3, warm_count=2)
     for puppet in puppets:
@@ -720,6 +756,81 @@ def test_a_process_that_is_alone_announces_nothing_and_keeps_the_newest_blocks()
 
     assert shared.next_broadcast() == ""
     assert len(replica.prefixes.unshared) == UNSHARED_MAX
+
+
+def test_a_process_that_starts_later_learns_the_newest_blocks_once() -> None:
+    """Those that know them share the work. Private blocks stay where they are."""
+    (first, known), (second, also), (late, learned) = sharing(20), sharing(20), sharing(20)
+    for shared in (first, second):
+        while shared.next_broadcast():  # their own questions, without answers
+            pass
+    keys = {number: tuple(range(number * 10_000, number * 10_000 + 300)) for number in range(20)}
+    for number in range(20):
+        known[number].prefixes.sent((-1 - number,), is_private=True)
+        known[number].prefixes.sent(keys[number])
+    many = tuple(range(10**6, 10**6 + RECALLED_MAX))
+    also[0].prefixes.sent(keys[0])
+    also[0].prefixes.sent(many[::-1])  # the newest, and as many as are told
+    for text in (*iter(first.next_broadcast, ""), *iter(second.next_broadcast, "")):
+        first.receive(text)
+        second.receive(text)
+    learned[1].prefixes.sent((5,))
+
+    question = late.next_broadcast()
+    answers = []
+    first.receive(question)
+    second.receive(question)
+    while any(each.prefixes.recalled for each in (*known, *also)):
+        for shared in (first, second):
+            if text := shared.next_broadcast():
+                answers.append(text)
+                for each in (first, second, late):
+                    each.receive(text)
+
+    assert late.next_broadcast() == "", "it asks once"
+    assert max(len(text.encode()) for text in (question, *answers)) <= BYTES_MAX
+    assert len(answers) < (19 * 300 + RECALLED_MAX) / 600 + 3, "each block is repeated once"
+    assert learned[0].prefixes.find(many[::-1]).block_count == RECALLED_MAX
+    for number in range(1, 20):
+        assert learned[number].prefixes.find(keys[number]).block_count == 300
+        assert not learned[number].prefixes.find((-1 - number,)).block_count
+    found = learned[1].prefixes
+    found.block_count_max = 299
+    found.sent((6,))
+    assert [found.find((key,)).block_count for key in (5, 6, 10_000, 10_299)] == [1, 1, 1, 0]
+
+
+def test_a_process_asks_again_once_a_server_is_back() -> None:
+    """Not while it is alone."""
+    shared, replicas = sharing(2)
+    puppet: Any = replicas[1].engine
+    puppet.state = engine.EngineState.RESTARTING
+    shared.process_count = 1
+    assert shared.next_broadcast() == ""
+    shared.process_count = 2
+
+    def requested() -> list[str]:
+        text = shared.next_broadcast()
+        return list(json.loads(text)["requested"]) if text else []
+
+    assert requested() == ["vllm://server-0:8000"]
+    assert requested() == []
+    puppet.state = engine.EngineState.READY
+    assert requested() == ["vllm://server-1:8000"]
+    puppet.state = engine.EngineState.RESTARTING
+    assert requested() == []
+    puppet.state = engine.EngineState.READY
+    assert requested() == ["vllm://server-1:8000"]
+
+
+def test_blocks_that_are_sent_in_public_later_are_announced() -> None:
+    _, [replica] = sharing(1)
+    replica.prefixes.sent((1, 2), is_private=True)
+    replica.prefixes.sent((1, 2, 3))
+
+    assert sorted(replica.prefixes.unshared) == [1, 2, 3]
+    replica.prefixes.recall()
+    assert sorted(replica.prefixes.recalled) == [1, 2, 3]
 
 
 def test_a_lost_server_forgets_what_others_have_sent() -> None:

@@ -17,7 +17,7 @@ from api.core.statuses import reason_of
 from api.generation.parsing.start_frame import ValidStart
 from api.generation.request.caller import Caller
 from api.queue.fair_queue import FairQueue
-from inference.engine import Backend
+from inference.engine import Startable
 from inference.errors import EngineError, EngineStartFailed, EngineUnavailable
 from inference.routing.router import Router
 from metering.core.errors import PriceMissing
@@ -62,14 +62,18 @@ class FallbackSearch:
         self._names = iter(names)
         self._is_over = False  # whether no other model is left
 
-    def next_name(self, router: Router, caller: Caller, start: ValidStart) -> str:
+    def next_name(
+        self, router: Router, caller: Caller, start: ValidStart, bound_region: str
+    ) -> str:
         """Return the next model to try; empty if none is left.
 
         The last one is the requested model, if its engine was the reason: the request then waits
-        for that engine, as it does without a fallback.
+        for that engine, as it does without a fallback. `bound_region` is the region that the
+        request may not leave; empty for none.
         """
         for name in self._names:
-            if caller.may_use(router.canonical_name(name)) and can_serve(router, name, start):
+            allowed = caller.may_use(router.canonical_name(name))
+            if allowed and can_serve(router, name, start, bound_region):
                 return name
         if self._is_over or not isinstance(self.refusal, EngineError):
             return ""
@@ -92,15 +96,16 @@ class FallbackSearch:
         )
 
 
-def can_serve(router: Router, name: str, start: ValidStart) -> bool:
-    """Return whether a model exists and an engine of it takes requests now."""
+def can_serve(router: Router, name: str, start: ValidStart, bound_region: str) -> bool:
+    """Return whether a model exists and an engine where the request may run takes it now."""
     try:
-        return can_take(router.route(name, start.request_id, start.region).engine)
+        route = router.route(name, start.request_id, start.region, bound_region)
     except EngineError:  # the fleet has changed
         return False
+    return can_take(route.reach)
 
 
-def can_take(backend: Backend) -> bool:
+def can_take(backend: Startable) -> bool:
     """Return whether a backend takes requests, now or once it has started on demand."""
     return backend.healthy() or backend.condition().starts_on_demand
 

@@ -53,7 +53,7 @@ from api.generation.state import End, EndDecision, Interruptible, Stopwatch
 from api.observability.observer import Ending
 from api.queue.fair_queue import ExpectedWait, QueueEntry
 from api.queue.queue_admission import Arrival
-from inference.engine import EmbeddingRequest, Encoder, EngineTimings, Vector
+from inference.engine import EmbeddingRequest, EngineTimings, Startable, Vector
 from inference.errors import EngineFailed
 from inference.routing.router import EncoderRoute
 from metering.core.models import Outcome
@@ -170,7 +170,9 @@ class LiveEmbedding:
         async with contextlib.AsyncExitStack() as stack:
             with Interruptible(self.decision, error_of):
                 region = registry.bound_region_of(self.caller, self.start)
-                route = registry.router.route_encoder(self.start.model, str(self.start.request_id))
+                route = registry.router.route_encoder(
+                    self.start.model, str(self.start.request_id), region
+                )
                 # Limits and prices use the canonical name.
                 self.start = replace(self.start, model=route.model)
                 self.phase = Preparing(route)
@@ -197,14 +199,14 @@ class LiveEmbedding:
             self.phase = Queued(admitted)
             try:
                 with Interruptible(self.decision, error_of):
-                    vectors = await self._encode(encoder, admitted, entries, region)
+                    vectors = await self._encode(route, admitted, entries, region)
                 if (lapse := hold.lapse()) is not None:  # this process was suspended
                     raise lapse
                 # Delivered, and not journalled: the answer follows the settlement, so a process
                 # that dies before has delivered nothing.
                 self.usage.input_token_count = token_count
             except EngineFailed:  # logged where it is raised
-                raise engine_lost(encoder) from None
+                raise engine_lost(route.reach) from None
             finally:
                 self.decision.close(Outcome.STOP)
                 self.phase = Settling(admitted)
@@ -235,7 +237,8 @@ class LiveEmbedding:
         caller, encoder = self.caller, route.encoder
         queue = self._registry.queue_of[encoder]
         tenant_id = caller.payer.organization_id
-        engine_wait_s = 0.0 if encoder.healthy() else encoder.condition().retry_after_s
+        reach = route.reach
+        engine_wait_s = 0.0 if reach.healthy() else reach.condition().retry_after_s
         entries: dict[QueueEntry, Part] = {}
         for part in parts_of([text.token_ids for text in texts]):
             arrival = Arrival(
@@ -270,7 +273,7 @@ class LiveEmbedding:
 
     async def _encode(
         self,
-        encoder: Encoder,
+        route: EncoderRoute,
         admitted: AdmittedRequest,
         entries: dict[QueueEntry, Part],
         region: str,
@@ -279,7 +282,7 @@ class LiveEmbedding:
 
         They do not leave `region`, if one is given.
         """
-        await self._wait_until_ready(encoder, admitted)
+        await self._wait_until_ready(route.reach, admitted)
         self.watch.lap(state.COLD_START)
         vectors: list[Vector] = []
         queue_ms = encode_ms = 0.0
@@ -288,10 +291,10 @@ class LiveEmbedding:
             joined_at = time.monotonic()
             await entry.wait_for_dispatch()
             queue_ms += (time.monotonic() - joined_at) * 1000
-            await self._wait_until_ready(encoder, admitted)  # it may have failed meanwhile
+            await self._wait_until_ready(route.reach, admitted)  # it may have failed meanwhile
             self.phase = Encoding(admitted)
             begun = functools.partial(self._begun, entry, sum(map(len, part)))
-            embedded = await encoder.embed(
+            embedded = await route.encoder.embed(
                 EmbeddingRequest(part, rank=entry.rank, on_begin=begun, bound_region=region)
             )
             entry.generated(0)
@@ -306,11 +309,11 @@ class LiveEmbedding:
         entry.begun()
         self.usage.input_token_count += token_count
 
-    async def _wait_until_ready(self, encoder: Encoder, admitted: AdmittedRequest) -> None:
-        if encoder.healthy():
+    async def _wait_until_ready(self, reach: Startable, admitted: AdmittedRequest) -> None:
+        if reach.healthy():
             return
         self.phase = Loading(admitted)
-        await wait_until_ready(encoder, self.start.model, self._registry.cold_start_wait_s)
+        await wait_until_ready(reach, self.start.model, self._registry.cold_start_wait_s)
 
 
 def error_of(end: End) -> Exception:

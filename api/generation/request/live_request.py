@@ -291,7 +291,7 @@ class LiveRequest:
         """
         phase = self.phase
         if isinstance(phase, Loading):
-            condition = phase.admitted.route.engine.condition()
+            condition = phase.admitted.route.reach.condition()
             if condition.state is not EngineState.READY:
                 self.output.push(frames.loading(condition))
         elif isinstance(phase, Queued | Submitted):
@@ -318,8 +318,8 @@ class LiveRequest:
             start.model, tokenizer = route.model, registry.tokenizers[route.served]
             preparing = Preparing(route)
             self.phase = preparing
-            if route.fallback and not model and not can_take(route.engine):
-                condition = route.engine.condition()
+            if route.fallback and not model and not can_take(route.reach):
+                condition = route.reach.condition()
                 raise condition.fault(max(condition.retry_after_s, RETRY_S_MIN))
             tools = start.tool_use.tools
             if tools:
@@ -372,8 +372,8 @@ class LiveRequest:
             caller.received_at,
             caller.deadline,
         )
-        is_requested = arrival.deadline is not None and not route.engine.healthy()
-        engine_wait_s = route.engine.condition().retry_after_s if is_requested else 0.0
+        is_requested = arrival.deadline is not None and not route.reach.healthy()
+        engine_wait_s = route.reach.condition().retry_after_s if is_requested else 0.0
         op = admission_request(self.start, request, caller.payer, registry.settings.leases)
         asking = Asking(
             route,
@@ -448,7 +448,8 @@ class LiveRequest:
             self._search = search
         elif not isinstance(error, OF_ONE_MODEL):
             return False
-        name = search.next_name(registry.router, caller, start)
+        bound = phase.route.regions[0] if phase.route.is_bound else ""
+        name = search.next_name(registry.router, caller, start, bound)
         is_requested = name in ("", search.requested)
         start.requested_model = "" if is_requested else search.model
         if not name:
@@ -470,11 +471,11 @@ class LiveRequest:
 
     def _proceed(self, admitted: AdmittedGeneration) -> None:
         """Take the next step: wait for the engine or for dispatch, or submit the sequence."""
-        phase, engine, entry = self.phase, admitted.route.engine, admitted.entry
+        phase, route, entry = self.phase, admitted.route, admitted.entry
         if phase.is_over or self.decision.is_stopped:
             return
         try:
-            if not engine.healthy():
+            if not route.reach.healthy():
                 self.phase = Loading(admitted)
                 self.report_progress(None)
                 self.run(self._load(admitted))
@@ -488,7 +489,7 @@ class LiveRequest:
             if (lapse := admitted.hold.lapse()) is not None:
                 raise lapse
             admitted.request.rank = entry.rank
-            sequence = engine.submit(admitted.request, self.take)
+            sequence = route.engine.submit(admitted.request, self.take)
             kind = Running if isinstance(phase, Running) else Submitted
             self.phase = kind(admitted, sequence)
         except Exception as error:
@@ -502,7 +503,7 @@ class LiveRequest:
         """Wait until the engine is ready, then proceed."""
         with Interruptible(self.decision, lambda end: end.error or Stopped()):
             await wait_until_ready(
-                admitted.route.engine,
+                admitted.route.reach,
                 self.start.model,
                 self._registry.cold_start_wait_s,
             )
@@ -748,7 +749,7 @@ class LiveRequest:
                 frame.finished.requested_model = self.start.requested_model
             else:
                 if isinstance(result, EngineFailed):  # logged where it is raised
-                    broken = engine_lost(admitted.route.engine, settled)
+                    broken = engine_lost(admitted.route.reach, settled)
                 else:
                     broken = interrupted(result, self.output.usage.delivered_token_count)
                 frame = frames.failed(status_of(broken), settled)

@@ -6,7 +6,7 @@ import asyncio
 
 from api.core.errors import ApiError, EngineLost, EngineLostMidway, Interrupted
 from api.core.statuses import as_sentence, reason_of, retry_after_of, text_of
-from inference.engine import Backend
+from inference.engine import Startable
 from inference.errors import EngineStartFailed
 from metering.holds.operations import Settled
 
@@ -14,7 +14,7 @@ from metering.holds.operations import Settled
 RETRY_S_MIN = 0.1
 
 
-async def wait_until_ready(backend: Backend, model: str, wait_s: float) -> None:
+async def wait_until_ready(backend: Startable, model: str, wait_s: float) -> None:
     """Start a backend and wait up to `wait_s` until it is ready.
 
     `model` is for error messages. Raises: EngineStartFailed, EngineUnavailable.
@@ -31,7 +31,7 @@ async def wait_until_ready(backend: Backend, model: str, wait_s: float) -> None:
         ) from None
 
 
-def engine_lost(backend: Backend, settled: Settled | None = None) -> ApiError:
+def engine_lost(backend: Startable, settled: Settled | None = None) -> ApiError:
     """Build the error of a request whose engine failed.
 
     `settled` is the final charge, or None. A client that was charged must retry with a new id.
