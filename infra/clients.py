@@ -30,7 +30,7 @@ PAGE = ROOT / "docs" / "reference" / "clients.md"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "weir" / "clients"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TABLE_HEAD = "| client | version | ran | result | seconds |\n|---|---|---|---|---|\n"
-INSTALL_MAX_S, PROGRAM_MAX_S, START_MAX_S = 600, 180, 180
+INSTALL_MAX_S, PROGRAM_MAX_S, START_MAX_S, STOP_MAX_S = 600, 180, 180, 10
 SUFFIXES = {"python": ".py", "js": ".mjs", "bash": ".sh"}
 PASS = "pass"
 
@@ -102,6 +102,11 @@ def run(
         except subprocess.TimeoutExpired:
             raise ClientFailed(f"did not end within {limit_s:.0f} s") from None
         finally:
+            if process.poll() is None:
+                # At this signal, pytest ends what its tests have started.
+                os.killpg(process.pid, signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_MAX_S)
             # Code may leave processes behind
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
