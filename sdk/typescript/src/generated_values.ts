@@ -2087,6 +2087,8 @@ export interface TokenIssuer {
   readonly projects: readonly TokenProject[];
   /** When it was trusted. */
   readonly createTime: Date | undefined;
+  /** True if each token is good for one call: the second one is refused, even on another server. */
+  readonly singleUse: boolean;
 }
 
 /** Tokens of an issuer that are refused before they expire. */

@@ -1596,6 +1596,7 @@ export function tokenIssuer(
     labelClaims: value.labelClaims,
     projects: value.projects.map((each) => tokenProject(each)),
     createTime: date(value.createTime),
+    singleUse: value.singleUse,
   };
 }
 

@@ -2243,6 +2243,9 @@ class TokenIssuer(Value):
     """The projects with their bound keys."""
     create_time: datetime | None = None
     """When it was trusted."""
+    single_use: bool = False
+    """True if each token is good for one call: the second one is refused, even on another
+    server."""
 
 
 @dataclass(frozen=True, slots=True)
