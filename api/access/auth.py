@@ -324,7 +324,7 @@ class Authenticator:
         `method` is the gRPC path of the call; a call of the HTTP API passes the path of the RPC
         that it corresponds to, and as `call` its own, below `/v1/`. `age_max_s` allows a remembered
         result of at most this age, unless the key is known to have changed. `again` repeats the
-        check of a call, which is no other use of its token. Raises: KeyInvalid for an unknown,
+        check of a call, which does not use its token again. Raises: KeyInvalid for an unknown,
         expired or revoked key, TokenInvalid, IssuerUnavailable, PermissionDenied, BoundToRegion,
         OrganizationSuspended and ProjectSuspended for a call of models, DatabaseUnavailable,
         AuthenticationThrottled, TooManyCalls.

@@ -143,6 +143,16 @@ async def revoke_invitation(session: AsyncSession, *, invitation: str, actor: st
     await _change(session, locked, actor, "invitation.revoke", revoked_at=func.now())
 
 
+async def offered(session: AsyncSession, token: str) -> InvitationRecord:
+    """Return the invitation that a token accepts. Raises: InvitationInvalid."""
+    if TOKEN_FORM.fullmatch(token) is None:
+        raise InvitationInvalid
+    query = _select().where(Invitation.token_hash == hash_of_token(token), _in_force())
+    if (row := (await session.execute(query)).one_or_none()) is None:
+        raise InvitationInvalid
+    return _record(*row)
+
+
 async def accept_invitation(
     session: AsyncSession,
     *,

@@ -218,7 +218,7 @@ async def test_tokens_that_are_not_trusted_are_refused(world: World) -> None:
 
 
 async def test_a_token_that_works_once_is_refused_in_every_process_then(world: World) -> None:
-    """Of calls at the same time, one succeeds. A stream stays open, and can move by another one."""
+    """One of concurrent calls succeeds. A stream stays open, and can move with another token."""
     once = await world.trust(audience="once", single_use=True, end_user_claim="sub")
     assert once.requires_id
     token, numbers = world.issuer.token, iter(range(100))
@@ -249,7 +249,10 @@ async def test_a_token_that_works_once_is_refused_in_every_process_then(world: W
         await moved.attach(request_id)
         await moved.finished(request_id)
         assert "it was used before" in (await world.refused(kept))[1]
-    padded = {"prompt": "a", "metadata": {str(each): "x" * 512 for each in range(40)}}
+    padded: dict[str, Any] = {
+        "prompt": "a",
+        "metadata": {str(each): "x" * 512 for each in range(40)},
+    }
     status, error = await complete(one, fresh(), **padded)  # a long body: the key is read again
     assert (status, error["param"]) == (400, "metadata")
     assert "`jti` is missing" in (await world.refused(fresh(jti=None)))[1]
@@ -270,14 +273,16 @@ async def test_a_token_of_an_end_user_reaches_nothing_of_others(world: World) ->
     short: dict[str, Any] = {"max_output_tokens": 2}
     keeping = {"keep_on_disconnect": Duration(seconds=60)}
     async with one.stream(ada) as owner:
-        requests = {await owner.begin(**each): each for each in (long | keeping, long)}
+        requests: dict[str, dict[str, Any]] = {}
+        for fields in (long | keeping, long):
+            requests[await owner.begin(**fields)] = fields
         running = next(iter(requests))
         for each in requests:
             await owner.received(each, 3)
-        for each in (short | keeping, short):
-            over = await owner.begin(**each)
+        for fields in (short | keeping, short):
+            over = await owner.begin(**fields)
             await owner.finished(over)
-            requests[over] = each
+            requests[over] = fields
 
         for service, (request_id, fields) in itertools.product(world.pair, requests.items()):
             async with service.stream(bob) as stream:
