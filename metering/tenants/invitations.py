@@ -345,6 +345,11 @@ def _pending(email: str = "") -> tuple[ColumnElement[bool], ...]:
     return (*conditions, Invitation.email == email) if email else conditions
 
 
+def is_pending() -> tuple[ColumnElement[bool], ...]:
+    """Build the conditions for an invitation that can be accepted."""
+    return (*_pending(), _in_force())
+
+
 def _in_force() -> ColumnElement[bool]:
     # Not now(), which is the begin of the transaction: this one may have waited for a lock
     return Invitation.expires_at > func.clock_timestamp()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -141,6 +141,24 @@ def checked_issuer(terms: IssuerTerms) -> IssuerTerms:
         requires_id=terms.requires_id or terms.single_use,
         label_claims=tuple(sorted(set(terms.label_claims))),
     )
+
+
+def projects_of(texts: Iterable[str], *, has_claim: bool) -> dict[str, str]:
+    """Parse projects, each after the value of the claim if there is one. Raises: InvalidValue."""
+    found: dict[str, str] = {}
+    for text in texts:
+        value, equals, project = text.rpartition("=")
+        if bool(equals) != has_claim:
+            raise InvalidValue(
+                "projects",
+                f"{text[:64]!r} must be VALUE=PROJECT, with a value of `project_claim`"
+                if has_claim
+                else f"{text[:64]!r} must be a project, or set `project_claim` too",
+            )
+        if value in found:
+            raise InvalidValue("projects", f"{value[:64]!r} must be there once")
+        found[value] = project
+    return found
 
 
 async def create_token_issuer(
