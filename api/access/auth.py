@@ -40,12 +40,14 @@ from metering.core.errors import (
     KeyInvalid,
     OrganizationClosed,
     ProjectClosed,
+    TokenInvalid,
 )
 from metering.holds.lease_clock import boot_time_s
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, patience
 from metering.tenants.authentication import (
     Principal,
+    SingleUse,
     Suspended,
     authenticate,
     authenticate_bound,
@@ -57,6 +59,7 @@ from metering.tenants.client_tokens import (
 )
 from metering.tenants.networks import Network, allows
 from metering.tenants.sign_in import authenticate_session, is_session
+from metering.tenants.token_issuers import use_token
 
 KEYS_MAX = 10_000  # remembered keys; an older lookup counts as one of a changed key
 BEARER = "bearer "
@@ -314,15 +317,17 @@ class Authenticator:
         origin: Origin,
         age_max_s: float = 0.0,
         call: str = "",
+        again: bool = False,
     ) -> Principal:
         """Authenticate a secret or a token, and check that its key permits this call from here.
 
         `method` is the gRPC path of the call; a call of the HTTP API passes the path of the RPC
         that it corresponds to, and as `call` its own, below `/v1/`. `age_max_s` allows a remembered
-        result of at most this age, unless the key is known to have changed. Raises: KeyInvalid for
-        an unknown, expired or revoked key, TokenInvalid, IssuerUnavailable, PermissionDenied,
-        BoundToRegion, OrganizationSuspended and ProjectSuspended for a call of models,
-        DatabaseUnavailable, AuthenticationThrottled, TooManyCalls.
+        result of at most this age, unless the key is known to have changed. `again` repeats the
+        check of a call, which does not use its token again. Raises: KeyInvalid for an unknown,
+        expired or revoked key, TokenInvalid, IssuerUnavailable, PermissionDenied, BoundToRegion,
+        OrganizationSuspended and ProjectSuspended for a call of models, DatabaseUnavailable,
+        AuthenticationThrottled, TooManyCalls.
         """
         principal = await self._permitted(
             digest_of(secret), self._check_of(secret), method, origin, age_max_s
@@ -333,7 +338,19 @@ class Authenticator:
                 f"Your client token may only call POST /v1/{token.call} over HTTP. Send this call"
                 " from your application's server, with its API key."
             )
+        if token is not None and token.use is not None and not again:
+            await self._use(token.use, origin.peer)
         return principal
+
+    async def _use(self, use: SingleUse, peer: str) -> None:
+        """Use a token that may be used once. Raises: TokenInvalid, DatabaseUnavailable."""
+        try:
+            with patience(self._answer_wait_s):
+                async with self._sessions.begin() as session:
+                    await use_token(session, use)
+        except TokenInvalid:
+            self.throttle.failed(peer)
+            raise
 
     async def principal_of_bound_key(
         self, api_key_id: uuid.UUID, *, method: str, origin: Origin, age_max_s: float = 0.0

@@ -26,7 +26,13 @@ from api.access.issuers import (
     time_claim,
 )
 from metering.core.errors import InvalidValue, TokenInvalid
-from metering.tenants.authentication import Principal, TokenBounds, TokenTerms, narrowed
+from metering.tenants.authentication import (
+    Principal,
+    SingleUse,
+    TokenBounds,
+    TokenTerms,
+    narrowed,
+)
 from metering.tenants.key_terms import MODELS_PER_KEY_MAX, TOKENS_MAX
 from metering.tenants.token_issuers import (
     KINDS,
@@ -141,7 +147,11 @@ def token_terms(verified: VerifiedToken, trusted: TrustedIssuer) -> TokenTerms:
         raise TokenInvalid(f"a claim is not valid: {wrong}") from None
     named = zip(KINDS, (verified.token_id, verified.session_id, verified.subject), strict=True)
     marks = frozenset(mark_of(trusted.id, kind, name) for kind, name in named if name)
-    return TokenTerms(end_user, labels, marks)
+    use = None
+    if trusted.single_use:
+        mark = mark_of(trusted.id, "jti", verified.token_id)
+        use = SingleUse(trusted.id, mark, verified.expires_at)
+    return TokenTerms(end_user, labels, marks, use)
 
 
 def required_text(claims: Mapping[str, Any], name: str) -> str:

@@ -13,10 +13,12 @@ from weir.v1 import configuration_pb2
 from weir.v1.types_pb2 import AlertThresholds
 
 from api.access.servicer import AuthenticatedServicer
+from api.admin.token_calls import check_sources
 from api.core import wire
 from api.core.interceptor import Context
 from api.core.messages import parse_billing_profile
 from inference.routing.router import Router
+from metering.configuration.access import IssuerSpec, MemberSpec
 from metering.configuration.configuration import (
     VIOLATION_COUNT_MAX,
     Action,
@@ -32,6 +34,7 @@ from metering.configuration.configuration import (
     present_state,
     stated_thresholds,
 )
+from metering.core.errors import InvalidValue
 from metering.core.models import QuotaDimension, QuotaKey, QuotaTerms, record_of, values_of
 from metering.invoicing.documents import check_shown
 from metering.invoicing.invoice_document import Issuer
@@ -41,6 +44,7 @@ from metering.quotas.quota_admin import THRESHOLDS_MAX
 from metering.tenants.authentication import Principal
 from metering.tenants.key_terms import effective_scopes
 from metering.tenants.networks import normalized
+from metering.tenants.token_issuers import IssuerTerms
 
 InThread = Callable[[Principal, int, Callable[[], Any]], Awaitable[Any]]
 
@@ -67,13 +71,14 @@ class ConfigurationCalls(AuthenticatedServicer):
     _router: Router
     _issuer: Issuer
     _in_thread: InThread
+    _private_issuers: bool
 
     async def ApplyConfiguration(
         self, request: configuration_pb2.ApplyConfigurationRequest, context: Context
     ) -> configuration_pb2.ApplyConfigurationResponse:
         """Apply a configuration and return the changes. A dry run makes no changes."""
         async with self._acting(context, alone=True) as acting:
-            parsing, size = Parsing(), request.ByteSize()
+            parsing, size = Parsing(self._private_issuers), request.ByteSize()
             requested = await self._in_thread(
                 acting.principal, size, partial(parsing.configuration, request.configuration)
             )
@@ -121,7 +126,9 @@ class ConfigurationCalls(AuthenticatedServicer):
 class Parsing:
     """Parser of a configuration message. It collects violations, and replaces invalid values."""
 
-    def __init__(self) -> None:
+    def __init__(self, private_issuers: bool = False) -> None:
+        """`private_issuers` allows issuers of tokens in private networks."""
+        self._private_issuers = private_issuers
         self.violations: list[ConfigurationViolation] = []
 
     def configuration(self, message: configuration_pb2.Configuration) -> Configuration:
@@ -158,7 +165,34 @@ class Parsing:
             message.prune_resale_prices,
             wire.given(message, "queue_weight_milli"),
             wire.given(message, "region"),
+            tuple(record_of(MemberSpec, each) for each in message.members),
+            message.prune_members,
+            tuple(
+                self.token_issuer(f"{path}.token_issuers[{n}]", each)
+                for n, each in enumerate(message.token_issuers)
+            ),
+            message.prune_token_issuers,
         )
+
+    def token_issuer(
+        self, path: str, message: configuration_pb2.TokenIssuerConfiguration
+    ) -> IssuerSpec:
+        terms = wire.stated_terms(message, IssuerTerms)
+        spec = IssuerSpec(
+            **terms,
+            projects=tuple(sorted(message.projects)),
+            models=tuple(sorted(set(message.models))),
+            max_input_tokens=message.max_input_tokens or None,
+            max_output_tokens=message.max_output_tokens or None,
+            allowed_networks=normalized(message.allowed_networks),
+            group=message.group,
+        )
+        try:
+            check_sources(spec, private=self._private_issuers)
+        except InvalidValue as wrong:
+            at = f"{path}.{wrong.field}"
+            self.violations.append(ConfigurationViolation(at, wrong.remedy))
+        return spec
 
     def project(self, path: str, message: configuration_pb2.ProjectConfiguration) -> ProjectSpec:
         keys = (self.key(f"{path}.keys[{n}]", each) for n, each in enumerate(message.keys))
@@ -253,6 +287,11 @@ def configuration_message(configuration: Configuration) -> configuration_pb2.Con
                 organization,
                 quotas=map(quota_message, organization.quotas),
                 projects=map(project_configuration, organization.projects),
+                token_issuers=map(issuer_configuration, organization.token_issuers),
+                members=[
+                    wire.message_of(configuration_pb2.MemberConfiguration, each)
+                    for each in organization.members
+                ],
                 resale_prices=[
                     wire.message_of(
                         configuration_pb2.ResalePriceConfiguration, price, effective_time=None
@@ -267,6 +306,10 @@ def configuration_message(configuration: Configuration) -> configuration_pb2.Con
             for price in configuration.prices
         ],
     )
+
+
+def issuer_configuration(spec: IssuerSpec) -> configuration_pb2.TokenIssuerConfiguration:
+    return wire.message_of(configuration_pb2.TokenIssuerConfiguration, spec)
 
 
 def project_configuration(project: ProjectSpec) -> configuration_pb2.ProjectConfiguration:

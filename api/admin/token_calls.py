@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from datetime import timedelta
 
 from weir.v1 import tokens_pb2 as pb
@@ -48,7 +47,9 @@ class TokenCalls(AuthenticatedServicer):
             acting.session,
             organization=request.organization,
             terms=self._issuer_terms(request),
-            projects=projects_of(request.projects, has_claim=bool(request.project_claim)),
+            projects=token_issuers.projects_of(
+                request.projects, has_claim=bool(request.project_claim)
+            ),
             key_terms=key_terms,
             actor=acting.actor,
         )
@@ -63,19 +64,9 @@ class TokenCalls(AuthenticatedServicer):
                 if duration % timedelta(seconds=1):
                     raise InvalidValue(name, "must be whole seconds")
                 terms[f"{name}_s"] = duration // timedelta(seconds=1)
-        if unknown := set(request.algorithms) - KEY_TYPES.keys():
-            raise InvalidValue(
-                "algorithms", f"{min(unknown)[:20]!r} is not one of {', '.join(KEY_TYPES)}"
-            )
-        checked_issuer_url(request.issuer, private=self._private_issuers)
-        if request.keys_url:
-            checked_issuer_url(request.keys_url, private=self._private_issuers, field="keys_url")
-        if request.keys:
-            try:
-                parse_keys(request.keys[: token_issuers.KEYS_CHARS_MAX + 1])
-            except ValueError as error:
-                raise InvalidValue("keys", f"must be a JSON Web Key Set: {error}") from error
-        return IssuerTerms(**terms)
+        found = IssuerTerms(**terms)
+        check_sources(found, private=self._private_issuers)
+        return found
 
     async def DeleteTokenIssuer(
         self, request: pb.DeleteTokenIssuerRequest, context: Context
@@ -108,22 +99,20 @@ class TokenCalls(AuthenticatedServicer):
             )
 
 
-def projects_of(texts: Iterable[str], *, has_claim: bool) -> dict[str, str]:
-    """Parse projects, each after the value of the claim if there is one. Raises: InvalidValue."""
-    found: dict[str, str] = {}
-    for text in texts:
-        value, equals, project = text.rpartition("=")
-        if bool(equals) != has_claim:
-            raise InvalidValue(
-                "projects",
-                f"{text[:64]!r} must be VALUE=PROJECT, with a value of `project_claim`"
-                if has_claim
-                else f"{text[:64]!r} must be a project, or set `project_claim` too",
-            )
-        if value in found:
-            raise InvalidValue("projects", f"{value[:64]!r} must be there once")
-        found[value] = project
-    return found
+def check_sources(terms: IssuerTerms, *, private: bool) -> None:
+    """Check the URLs, keys and algorithms of an issuer. Raises: InvalidValue."""
+    if unknown := set(terms.algorithms) - KEY_TYPES.keys():
+        raise InvalidValue(
+            "algorithms", f"{min(unknown)[:20]!r} is not one of {', '.join(KEY_TYPES)}"
+        )
+    checked_issuer_url(terms.issuer, private=private)
+    if terms.keys_url:
+        checked_issuer_url(terms.keys_url, private=private, field="keys_url")
+    if terms.keys:
+        try:
+            parse_keys(terms.keys[: token_issuers.KEYS_CHARS_MAX + 1])
+        except ValueError as error:
+            raise InvalidValue("keys", f"must be a JSON Web Key Set: {error}") from error
 
 
 def issuer_message(record: IssuerRecord) -> pb.TokenIssuer:

@@ -106,7 +106,7 @@ NAMES = [f"{service}/{method}" for service, methods in OFFERED.items() for metho
 ROOT = "/console"
 API = f"{ROOT}/api/"
 SESSION = "session"
-SIGN_IN_CALLS = frozenset({"link", "invitation", "sign-out"})
+SIGN_IN_CALLS = frozenset({"offer", "link", "invitation", "sign-out"})
 # An RPC that every valid key may call: only the key's identity is checked.
 ANY_KEY_RPC = "/weir.v1.ReceiptService/ListReceiptKeys"
 JSON = "application/json"
@@ -374,6 +374,8 @@ class Console:
         check_json(request)  # which a page of another origin cannot send
         body = parse_object(await read_body(request, BODY_BYTES_MAX))
         match name:
+            case "offer":
+                return await self._sign_in.offer(request, body)
             case "link":
                 return await self._sign_in.use_link(request, body)
             case "invitation":

@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlsplit
 
 import structlog
 from aiohttp import web
@@ -26,13 +26,13 @@ from aiohttp import web
 from api.access.auth import Authenticator
 from api.access.oidc import UNAVAILABLE, Flow, OpenIdClient, SignInFailed
 from api.access.providers import Provider, SignInFile
-from api.core.addresses import FORWARDED_FOR
+from api.core.addresses import FORWARDED_FOR, FORWARDED_PROTO, is_local
 from api.core.errors import IssuerUnavailable, PermissionDenied
 from api.openai.error_responses import HttpFault
 from api.openai.listener import peer_of, read_body
 from metering.core.errors import DatabaseUnavailable, InvalidValue, TokenInvalid
 from metering.store.db import Sessions
-from metering.tenants.invitations import accept_invitation
+from metering.tenants.invitations import accept_invitation, offered
 from metering.tenants.members import memberships_of
 from metering.tenants.networks import Address
 from metering.tenants.sign_in import (
@@ -46,6 +46,7 @@ from metering.tenants.sign_in import (
     end_session,
     end_sessions_of,
     identify,
+    person_of_link,
     signed_in,
     touch_session,
     use_link,
@@ -59,6 +60,11 @@ FIELDS_MAX = 10  # of a form
 FLOW_COOKIE_S = 600
 TOUCHED_EVERY_S, TOUCHED_MAX = 60.0, 10_000
 ROUTE = re.compile(r"/[\w/.@%&=?,:-]{0,300}", re.ASCII)
+PLAIN_HTTP = (
+    "This console is open over plain HTTP, so a network could read your session. Open it by https,"
+    " or as localhost through a tunnel. For https, its operator sets WEIR_TLS_CERTIFICATE and"
+    " WEIR_TLS_KEY, or WEIR_TRUSTED_PROXIES to a proxy that ends TLS and sends X-Forwarded-Proto."
+)
 # Of sessions that no provider bounds: those of links and invitations
 TERMS = SessionTerms(timedelta(hours=12), timedelta(hours=1))
 
@@ -124,15 +130,16 @@ class SignIn:
     async def _start(self, request: web.BaseRequest, provider: Provider) -> web.StreamResponse:
         """Send the browser to a provider."""
         method_is(request, "GET")
+        self._check_network(request)
         route = request.query.get("route", "/")
         flow = Flow.begin(provider.name, route if ROUTE.fullmatch(route) else "/")
         try:
             address = await self.client.address(provider, flow)
         except SignInFailed as failed:
-            return self._failed(provider.name, failed.reason, failed)
+            return self._failed(request, provider.name, failed.reason, failed)
         response = found(address)
         # Lax: the provider sends the browser back with a link, across sites
-        self._set(response, "sign-in", flow.cookie(), FLOW_COOKIE_S, same_site="Lax")
+        self._set(request, response, "sign-in", flow.cookie(), FLOW_COOKIE_S, same_site="Lax")
         return response
 
     async def _finish(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -140,7 +147,7 @@ class SignIn:
         method_is(request, "GET")
         provider_name = "unknown"
         try:
-            flow = Flow.of_cookie(request.cookies.get(self._cookie("sign-in"), ""))
+            flow = Flow.of_cookie(request.cookies.get(self._cookie(request, "sign-in"), ""))
             provider_name = flow.provider
             provider = self._file.provider(flow.provider)
             if provider is None:
@@ -162,15 +169,15 @@ class SignIn:
             if not secret:  # after the commit of what the groups end
                 raise SignInRefused(Refusal.NOT_A_MEMBER)
         except SignInFailed as failed:
-            return self._failed(provider_name, failed.reason, failed)
+            return self._failed(request, provider_name, failed.reason, failed)
         except SignInRefused as refused:
-            return self._failed(provider_name, refused.why, refused)
+            return self._failed(request, provider_name, refused.why, refused)
         except DatabaseUnavailable as away:
-            return self._failed(provider_name, UNAVAILABLE, away)
+            return self._failed(request, provider_name, UNAVAILABLE, away)
         route = flow.route if ROUTE.fullmatch(flow.route) else "/"
         response = found(f"{self._file.url}/#{route}")
-        self._set_session(response, secret, provider.terms)
-        self._clear(response, "sign-in")
+        self._set_session(request, response, secret, provider.terms)
+        self._clear(request, response, "sign-in")
         return response
 
     async def _logout(self, request: web.BaseRequest, provider: Provider) -> web.StreamResponse:
@@ -201,36 +208,65 @@ class SignIn:
             )
         return plain(200, {})
 
-    def _failed(self, provider: str, reason: str, cause: Exception) -> web.Response:
+    def _failed(
+        self, request: web.BaseRequest, provider: str, reason: str, cause: Exception
+    ) -> web.Response:
         """Send the browser to the page, with a word that says why the sign-in failed."""
         incident = secrets.token_hex(4)
         log.warning(
             "sign_in_failed", provider=provider, reason=reason, cause=str(cause), number=incident
         )
         response = found(f"{self._file.url}/#/sign-in?failed={reason}&number={incident}")
-        self._clear(response, "sign-in")
+        self._clear(request, response, "sign-in")
         return response
 
     # Calls, which the page makes
+
+    async def offer(self, request: web.BaseRequest, body: Mapping[str, Any]) -> web.Response:
+        """Answer whom a link or an invitation would sign in, so that the page can ask.
+
+        Anyone can send a person a link of their own, to be told what that person does then. Raises:
+        KeyInvalid, InvitationInvalid, InvalidValue, AuthenticationThrottled, PermissionDenied.
+        """
+        self._check_network(request)
+        link = text_of(body, "secret", is_needed=False)
+        async with self._guarded(request), self._sessions() as session:
+            if link:
+                person = await person_of_link(session, link)
+                members = await memberships_of(session, person.id)
+                organizations = [each.organization_name for each in members]
+                return plain(
+                    200,
+                    {
+                        "email": person.email,
+                        "displayName": person.display_name,
+                        "organizations": organizations,
+                    },
+                )
+            invitation = await offered(session, text_of(body, "token"))
+        organizations = [invitation.organization_name]
+        return plain(200, {"email": invitation.email, "organizations": organizations})
 
     async def use_link(self, request: web.BaseRequest, body: Mapping[str, Any]) -> web.Response:
         """Let in the caller with a link.
 
         Raises: KeyInvalid, InvalidValue, AuthenticationThrottled.
         """
+        self._check_network(request)
         link = text_of(body, "secret")
         async with self._guarded(request), self._sessions.begin() as session:
             person_id = await use_link(session, link)
             secret = await begin_session(
                 session, person_id, TERMS, address=self._address_text(request)
             )
-        return self._begun(secret)
+        return self._begun(request, secret)
 
     async def accept(self, request: web.BaseRequest, body: Mapping[str, Any]) -> web.Response:
         """Let in the caller with an invitation.
 
         Raises: InvitationInvalid, InvalidValue, AuthenticationThrottled.
         """
+        self._check_network(request)
         token, name = text_of(body, "token"), text_of(body, "displayName", is_needed=False)
         async with self._guarded(request), self._sessions.begin() as session:
             accepted = await accept_invitation(
@@ -247,7 +283,7 @@ class SignIn:
                 organization_id=accepted.member.organization_id,
                 address=self._address_text(request),
             )
-        return self._begun(secret)
+        return self._begun(request, secret)
 
     async def end(self, request: web.BaseRequest) -> web.Response:
         """End the session of a request, if there is one."""
@@ -256,16 +292,16 @@ class SignIn:
             async with self._sessions.begin() as session:
                 await end_session(session, cookie.secret)
         response = plain(200, {})
-        self._clear(response, "session")
+        self._clear(request, response, "session")
         return response
 
     def _guarded(self, request: web.BaseRequest) -> AbstractAsyncContextManager[None]:
         """Count failures of an address with those of API keys."""
         return self._authenticator.throttle.attempt(peer_of(request), lambda: False)
 
-    def _begun(self, secret: str) -> web.Response:
+    def _begun(self, request: web.BaseRequest, secret: str) -> web.Response:
         response = plain(200, {})
-        self._set_session(response, secret, TERMS)
+        self._set_session(request, response, secret, TERMS)
         return response
 
     # Sessions of requests
@@ -275,7 +311,7 @@ class SignIn:
 
         Raises: PermissionDenied without the header that only a page of this origin can send.
         """
-        secret = request.cookies.get(self._cookie("session"), "")
+        secret = request.cookies.get(self._cookie(request, "session"), "")
         if not SESSION_FORM.fullmatch(secret) or "authorization" in request.headers:
             return None
         if request.method != "GET":
@@ -317,15 +353,35 @@ class SignIn:
 
     # Cookies
 
-    def _cookie(self, name: str) -> str:
-        """Return the name of a cookie. With the prefix, only this very host can have set it."""
-        return f"{'__Host-' if self._is_secure else ''}weir-{name}"
+    def _has_tls(self, request: web.BaseRequest) -> bool:
+        """Return whether the browser speaks TLS, to this server or to a proxy before it."""
+        forwarded = request.headers.getall(FORWARDED_PROTO, ())
+        return self._is_secure or self._authenticator.proxies.ended_tls(peer_of(request), forwarded)
 
-    def _set_session(self, response: web.Response, secret: str, terms: SessionTerms) -> None:
-        self._set(response, "session", secret, int(terms.lifetime.total_seconds()))
+    def _check_network(self, request: web.BaseRequest) -> None:
+        """Refuse to sign in over a network that can read the session.
+
+        Raises: PermissionDenied.
+        """
+        if not self._has_tls(request) and not is_local(f"{hostname_of(request.host)}:0"):
+            raise PermissionDenied(PLAIN_HTTP)
+
+    def _cookie(self, request: web.BaseRequest, name: str) -> str:
+        """Return the name of a cookie. With the prefix, only this very host can have set it."""
+        return f"{'__Host-' if self._has_tls(request) else ''}weir-{name}"
+
+    def _set_session(
+        self,
+        request: web.BaseRequest,
+        response: web.Response,
+        secret: str,
+        terms: SessionTerms,
+    ) -> None:
+        self._set(request, response, "session", secret, int(terms.lifetime.total_seconds()))
 
     def _set(
         self,
+        request: web.BaseRequest,
         response: web.Response,
         name: str,
         value: str,
@@ -333,17 +389,17 @@ class SignIn:
         same_site: str = "Strict",
     ) -> None:
         response.set_cookie(
-            self._cookie(name),
+            self._cookie(request, name),
             value,
             max_age=lifetime_s,
             path="/",
-            secure=self._is_secure,
+            secure=self._has_tls(request),
             httponly=True,
             samesite=same_site,
         )
 
-    def _clear(self, response: web.Response, name: str) -> None:
-        self._set(response, name, "", 0)
+    def _clear(self, request: web.BaseRequest, response: web.Response, name: str) -> None:
+        self._set(request, response, name, "", 0)
 
     def _address(self, request: web.BaseRequest) -> Address | None:
         forwarded = request.headers.getall(FORWARDED_FOR, ())
@@ -352,6 +408,14 @@ class SignIn:
     def _address_text(self, request: web.BaseRequest) -> str:
         address = self._address(request)
         return "" if address is None else str(address)
+
+
+def hostname_of(host: str) -> str:
+    """Return the name or address in a header `Host`; empty if it is not valid."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def csrf_of(secret: str) -> str:

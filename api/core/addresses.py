@@ -17,6 +17,7 @@ from urllib.parse import unquote
 from metering.tenants.networks import Address, Network, allows, parse_address
 
 FORWARDED_FOR = "x-forwarded-for"  # header and gRPC metadata key that proxies add to
+FORWARDED_PROTO = "x-forwarded-proto"  # header of proxies that end TLS
 # Prefix of an IPv6 address: a provider's customer has all addresses of such a network.
 NETWORK_BITS = 64
 # Format of some proxies.
@@ -47,7 +48,7 @@ class Proxies:
         `forwarded` are the values of `X-Forwarded-For`, in order.
         """
         seen = connected(peer.rpartition(":")[0])
-        if not self._networks or not allows(self._networks, seen):
+        if not self._trusts(seen):
             return Origin(peer, seen)
         for entry in reversed([entry.strip() for value in forwarded for entry in value.split(",")]):
             if not entry:
@@ -60,6 +61,17 @@ class Proxies:
                 break
         assert seen is not None, "a trusted address is known"
         return Origin(named(seen), seen)
+
+    def ended_tls(self, peer: str, forwarded: Iterable[str]) -> bool:
+        """Return whether a client spoke TLS to a trusted proxy.
+
+        `forwarded` are the values of `X-Forwarded-Proto`; the first one is of the client.
+        """
+        schemes = [each.strip().lower() for value in forwarded for each in value.split(",")]
+        return schemes[:1] == ["https"] and self._trusts(connected(peer.rpartition(":")[0]))
+
+    def _trusts(self, address: Address | None) -> bool:
+        return bool(self._networks) and allows(self._networks, address)
 
 
 def host_of(target: str) -> str | None:

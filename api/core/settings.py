@@ -237,8 +237,8 @@ class AccessSettings:
     # often as it likes. This keeps a flood of wrong keys from the database. Keys that were valid
     # before are exempt. Use 0 behind a proxy that hides addresses.
     failures_per_minute: int = setting("WEIR_AUTH_FAILURES_PER_MINUTE", 60, whole(0, 1_000_000))
-    # Networks of your proxies, separated by commas. Weir trusts their `X-Forwarded-For`. Unset:
-    # none.
+    # Networks of your proxies, separated by commas. Weir trusts their `X-Forwarded-For`, and their
+    # `X-Forwarded-Proto` for cookies. Unset: none.
     trusted_proxies: str = setting("WEIR_TRUSTED_PROXIES", "", networks)
     # How often the key of an open stream is checked again. Processes are told of changes at once;
     # this is for one that missed the news.

@@ -213,7 +213,9 @@ class Gateway:
             auth_ms = (time.monotonic() - received_at) * 1000
             trace = trace_of(request.headers.get("traceparent"), request.headers.get("tracestate"))
             arrival = Arrival(
-                Caller.of(principal, auth_ms, received_at, None, trace), request_id, look_up
+                Caller.of(principal, auth_ms, received_at, None, trace),
+                request_id,
+                partial(look_up, again=True),
             )
             answer = await handler(request, arrival, principal)
             return await answer.serve() if isinstance(answer, Exchange) else answer

@@ -380,6 +380,7 @@ class ClientStream:
                         after_seq=after_seq,
                         credit_token_count=0,
                         address=self._key.principal.address,
+                        end_user=self._key.principal.end_user,
                     )
             except BaseException:
                 if before is not None:
@@ -400,14 +401,17 @@ class ClientStream:
             subscription.source.update(frame.update)
 
     def _source(self, key: Key) -> Source | None:
-        """Find the source of a request; None if it is unknown here. Raises: ModelNotAllowed."""
-        if (running := self._registry.find(key)) is not None:
-            check_model(
-                self._key.principal, self._registry.router.canonical_name(running.start.model)
-            )
+        """Find the source of a request; None if it is unknown here, or of another end user.
+
+        Raises: ModelNotAllowed.
+        """
+        principal, model_of = self._key.principal, self._registry.router.canonical_name
+        running, kept = self._registry.find(key), self._registry.replays.find(key)
+        if running is not None and principal.knows(running.start.end_user):
+            check_model(principal, model_of(running.start.model))
             return running.output
-        if (kept := self._registry.replays.find(key)) is not None:
-            check_model(self._key.principal, self._registry.router.canonical_name(kept.model))
+        if kept is not None and principal.knows(kept.end_user):
+            check_model(principal, model_of(kept.model))
             return kept
         subscription = self._running.get(key[1].int)  # set if it is relayed
         return None if subscription is None else subscription.source

@@ -57,7 +57,7 @@ from api.rpc.client_stream import ClientStream, remaining_s
 from api.rpc.open_streams import OpenStreams
 from metering.alerts.alerts import latest_key_change
 from metering.control.live import certificate_of
-from metering.core.errors import NotFound
+from metering.core.retained import request_not_found
 from metering.quotas.quota_states import member_quotas_for, quotas_for
 from metering.reports.usage_reports import (
     Groups,
@@ -127,10 +127,11 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             look_up = partial(
                 self._authenticator.principal_of, secret, method=METHOD.get(), origin=origin
             )
-            principal = await look_up()
+            # The process that relays to this one has checked the call for the first time.
+            principal = await look_up(again=self._for_peers)
             auth_ms = (time.monotonic() - opened_at) * 1000
             with self._authenticator.stream_keys.hold(
-                StreamKey(principal, look_up, self._key_check_s)
+                StreamKey(principal, partial(look_up, again=True), self._key_check_s)
             ) as key:
                 stream = ClientStream(
                     self._registry,
@@ -153,7 +154,9 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         if (process_id := voucher_of(voucher)) is None:
             return unknown
         with contextlib.suppress(AddressNotAllowed):
-            await self._authenticator.principal_of(secret, method=METHOD.get(), origin=unknown)
+            await self._authenticator.principal_of(
+                secret, method=METHOD.get(), origin=unknown, again=True
+            )
         async with self._sessions() as session:
             certificate = await certificate_of(session, process_id)
         return Origin(context.peer(), vouched_address(voucher, secret, certificate, time.time()))
@@ -240,9 +243,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         request_id = wire.parse_request_id(request.request_id)
         async with self._sessions() as session:
             generation = await find_generation(session, principal.project_id, request_id)
-        token = principal.token
-        if token is not None and token.end_user and generation.end_user != token.end_user:
-            raise NotFound("request", request.request_id)
+            if not principal.knows(generation.end_user):
+                raise await request_not_found(session, str(request_id))
         return pb.GetGenerationResponse(generation=generation)
 
     async def GetOwnUsage(

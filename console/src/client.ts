@@ -164,6 +164,18 @@ export async function sessionOfCookie(): Promise<Session | Person | SignedOut> {
   return { ...(await (await send(SESSION)).json()), person };
 }
 
+// Whom a link or an invitation would sign in, and of which organizations.
+export interface Offer {
+  email: string;
+  displayName?: string;
+  organizations: string[];
+}
+
+// Ask whom a link (`secret`) or an invitation (`token`) would sign in. Throws CallFailed.
+export async function offerOf(by: { secret: string } | { token: string }): Promise<Offer> {
+  return (await send("api/offer", { by: ANONYMOUS, body: by })).json();
+}
+
 // Begin a session with the secret of a link. Throws CallFailed.
 export async function useLink(secret: string): Promise<void> {
   await send("api/link", { by: BY_COOKIE, body: { secret } });

@@ -99,6 +99,7 @@ function Console() {
           asked={asked}
           providers={"providers" in state ? state.providers : null}
           problem={problem}
+          present={presentOf(state)}
           entered={(found) => (found ? setState(found) : enter())}
         />
       </>
@@ -118,6 +119,13 @@ function Console() {
       }}
     />
   );
+}
+
+// Who is signed in: the address of a person, or the prefix of a key; empty for nobody.
+function presentOf(state: Session | Person | SignedOut): string {
+  if ("providers" in state) return "";
+  if ("email" in state) return state.email;
+  return state.person?.email ?? state.keyPrefix;
 }
 
 function NoOrganization({ of, signOut }: { of: Person; signOut: () => Promise<void> }) {

@@ -3,14 +3,15 @@
 import { useEffect, useState } from "react";
 import type { ReactNode } from "react";
 import { Input, Label, Text, TextField } from "react-aria-components";
-import { acceptInvitation, sessionOfKey, useLink } from "./client.js";
-import type { Provider, Session } from "./client.js";
+import { acceptInvitation, offerOf, sessionOfKey, useLink } from "./client.js";
+import type { Offer, Provider, Session } from "./client.js";
 import { remember } from "./credentials.js";
-import { Button, Empty, Field, Problem, Remark } from "./parts/basics.js";
+import { Button, Empty, Field, Name, Problem, Remark } from "./parts/basics.js";
 import { text } from "./texts.js";
 
 const ROUTE = "#/sign-in";
 const NUMBER = /^[0-9a-f]{1,16}$/;
+const SHOWN_MAX = 3; // organizations
 const t = text.signIn;
 
 // What the address asks of the screen: #/sign-in?link=SECRET, ?invitation=TOKEN, or ?failed=REASON.
@@ -55,13 +56,18 @@ interface Entering {
   entered: (found?: Session) => void | Promise<void>; // without a session: the cookie has it
 }
 
-// `providers` is null if somebody is signed in already.
+interface Offered extends Entering {
+  present: string; // who is signed in; empty for nobody
+}
+
+// `providers` is null if somebody is signed in already, who is `present`.
 export function SignIn({
   asked,
   providers,
   problem,
+  present,
   entered,
-}: Entering & {
+}: Offered & {
   asked: SignInAsked | null;
   providers: Provider[] | null;
   problem: unknown;
@@ -69,8 +75,9 @@ export function SignIn({
   useEffect(() => {
     document.title = text.titleOf(t.title);
   }, []);
-  if (asked?.link) return <WithLink secret={asked.link} entered={entered} />;
-  if (asked?.invitation) return <WithInvitation token={asked.invitation} entered={entered} />;
+  const offered = { present, entered };
+  if (asked?.link) return <WithLink secret={asked.link} {...offered} />;
+  if (asked?.invitation) return <WithInvitation token={asked.invitation} {...offered} />;
   if (providers === null)
     return (
       <Card title={t.title} problem={asked?.failure ?? problem}>
@@ -95,7 +102,7 @@ function Card({
   problem,
   children,
 }: {
-  title: string;
+  title: ReactNode;
   problem: unknown;
   children: ReactNode;
 }) {
@@ -160,24 +167,69 @@ function WithKey({ isOnly, entered }: Entering & { isOnly: boolean }) {
   );
 }
 
-function WithLink({ secret, entered }: Entering & { secret: string }) {
+// Whom the secret of the address would sign in. The secret leaves the address at once.
+function useOffer(by: { secret: string } | { token: string }): [Offer | null, unknown] {
+  const [offer, setOffer] = useState<Offer | null>(null);
   const [error, setError] = useState<unknown>(null);
   useEffect(() => {
     history.replaceState(null, "", "#/");
-    useLink(secret)
-      .then(() => entered())
-      .then(clearAddress)
-      .catch(setError);
+    offerOf(by).then(setOffer).catch(setError);
   }, []);
-  if (error === null) return <Empty>{t.linking}</Empty>;
+  return [offer, error];
+}
+
+// Whose session begins, and whose it replaces: anyone can send a link that signs in as themselves.
+function Whom({ offer, present }: { offer: Offer; present: string }) {
+  const shown = offer.organizations.slice(0, SHOWN_MAX);
+  const more = offer.organizations.length - shown.length;
   return (
-    <Card title={t.title} problem={error}>
-      <Button onPress={clearAddress}>{t.otherWay}</Button>
+    <>
+      <p>
+        <Name of={offer.email} /> {shown.length > 0 ? t.ofOrganizations(shown, more) : t.ofNone}
+      </p>
+      {present && present !== offer.email && <Remark kind="warning">{t.instead(present)}</Remark>}
+      <p className="note">{t.onlyIfAsked}</p>
+    </>
+  );
+}
+
+// Nothing is used up before the person has agreed.
+function WithLink({ secret, present, entered }: Offered & { secret: string }) {
+  const [offer, unknown] = useOffer({ secret });
+  const [error, setError] = useState<unknown>(null);
+  const [isBusy, setBusy] = useState(false);
+  const confirm = async () => {
+    setBusy(true);
+    try {
+      await useLink(secret);
+      await entered();
+      clearAddress();
+    } catch (failure) {
+      setError(failure);
+      setBusy(false);
+    }
+  };
+  if (offer === null && unknown === null) return <Empty>{t.reading}</Empty>;
+  const title = offer && (
+    <>
+      {t.signInAs} <Name of={offer.displayName || offer.email} />?
+    </>
+  );
+  return (
+    <Card title={title ?? t.title} problem={error ?? unknown}>
+      {offer && <Whom offer={offer} present={present} />}
+      {offer && (
+        <Button kind="primary" isDisabled={isBusy} onPress={() => void confirm()}>
+          {t.yes}
+        </Button>
+      )}
+      <Button onPress={clearAddress}>{present ? t.goOn : t.otherWay}</Button>
     </Card>
   );
 }
 
-function WithInvitation({ token, entered }: Entering & { token: string }) {
+function WithInvitation({ token, present, entered }: Offered & { token: string }) {
+  const [offer, unknown] = useOffer({ token });
   const [name, setName] = useState("");
   const [error, setError] = useState<unknown>(null);
   const [isBusy, setBusy] = useState(false);
@@ -192,20 +244,25 @@ function WithInvitation({ token, entered }: Entering & { token: string }) {
       setBusy(false);
     }
   };
+  if (offer === null && unknown === null) return <Empty>{t.reading}</Empty>;
   return (
-    <Card title={t.invited} problem={error}>
-      <form
-        onSubmit={(event) => {
-          event.preventDefault();
-          void submit();
-        }}
-      >
-        <p>{t.invitedHelp}</p>
-        <Field label={t.displayName} help={t.displayNameHelp} value={name} onChange={setName} />
-        <Button type="submit" kind="primary" isDisabled={isBusy}>
-          {t.accept}
-        </Button>
-      </form>
+    <Card title={t.invited} problem={error ?? unknown}>
+      {offer && (
+        <form
+          onSubmit={(event) => {
+            event.preventDefault();
+            void submit();
+          }}
+        >
+          <p>{t.invitedHelp}</p>
+          <Whom offer={offer} present={present} />
+          <Field label={t.displayName} help={t.displayNameHelp} value={name} onChange={setName} />
+          <Button type="submit" kind="primary" isDisabled={isBusy}>
+            {t.accept}
+          </Button>
+        </form>
+      )}
+      <Button onPress={clearAddress}>{present ? t.goOn : t.otherWay}</Button>
     </Card>
   );
 }

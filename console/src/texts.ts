@@ -80,7 +80,18 @@ const en = {
     withKey: "Sign in with the key",
     help: "Your key stays in this tab until you sign out or close it.",
     helpEnd: "prints the keys that weir up created: a developer key and an admin key.",
-    linking: "Signing in with your link.",
+    reading: "Reading your link.",
+    signInAs: "Sign in as",
+    ofOrganizations: (names: string[], more: number) =>
+      `of ${names.join(", ")}${more > 0 ? ` and ${more} more` : ""}`,
+    ofNone: "This person is not a member of an organization.",
+    instead: (present: string) =>
+      `You are signed in as ${present} in this browser. If you go on, what you do from then on ` +
+      "is done by the other person.",
+    onlyIfAsked:
+      "Go on only if you asked for this link, or know who sent it. Whoever made it for another " +
+      "person sees what you enter as that person.",
+    yes: "Yes, sign in",
     invited: "You are invited",
     invitedHelp: "Accept the invitation to become a member and to sign in.",
     displayName: "Your name",

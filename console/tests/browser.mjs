@@ -44,7 +44,9 @@ page.on("request", (request) => {
 
 if (start) await lookAtSignIn();
 await page.goto(link ? `${url}#/sign-in?link=${link}` : url);
-if (!link) {
+if (link) {
+  await confirmLink();
+} else {
   await page.getByLabel("API key").waitFor();
   await check();
   await page.getByLabel("API key").fill(key);
@@ -160,6 +162,34 @@ async function chat() {
   await page.getByText("exact, as billed").waitFor();
   found.chat = await page.evaluate(() => document.querySelector("main").innerText);
   await check();
+}
+
+// The screen that asks before it uses a link: somebody else may have made it. `found.link` has what
+// it shows before, the address then, and what the history and the next request have of the secret.
+async function confirmLink() {
+  const yes = page.getByRole("button", { name: "Yes, sign in" });
+  await yes.waitFor();
+  const card = await page.evaluate(() => document.querySelector("main").innerText);
+  const cookies = (await context.cookies()).filter(({ name }) => name.endsWith("weir-session"));
+  for (const [width, height, colorScheme] of views) {
+    await page.setViewportSize({ width, height });
+    await page.emulateMedia({ colorScheme });
+    await check();
+    if (pictures) await page.screenshot({ path: `${pictures}/link-${colorScheme}-${width}.png` });
+  }
+  found.link = { card, cookies: cookies.length, address: page.url() };
+  await yes.click();
+  await page.getByRole("button", { name: "Sign out" }).waitFor();
+  if (!asked.another) return;
+  await page.evaluate((address) => location.assign(address), `#/sign-in?link=${asked.another}`);
+  await page.getByRole("button", { name: "Stay signed in" }).waitFor();
+  found.link.second = await page.evaluate(() => document.querySelector("main").innerText);
+  await check();
+  await page.getByRole("button", { name: "Stay signed in" }).click();
+  await page.getByRole("button", { name: "Sign out" }).waitFor();
+  await page.goBack().catch(() => undefined);
+  found.link.back = page.url();
+  await page.goto(url);
 }
 
 // The screen for sign-in after a failed one, with the button of a provider.

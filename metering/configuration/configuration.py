@@ -1,5 +1,5 @@
-"""Declarative configuration: organizations, projects, keys, limits and prices; its differences and
-their application.
+"""Declarative configuration: organizations, projects, keys, limits, prices, members and trusted
+issuers; its differences and their application.
 
 Field names are those of the published configuration; those of keys, limits and prices are their
 columns, declared with their terms.
@@ -30,6 +30,15 @@ from typing import Any, TypeVar
 from sqlalchemy import select, union
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from metering.configuration.access import (
+    OF_KEYS,
+    OF_TRUST,
+    IssuerSpec,
+    MemberSpec,
+    PresentMember,
+    issuer_specs,
+    present_members,
+)
 from metering.core.errors import InvalidValue, MeteringError
 from metering.core.models import (
     ApiKey,
@@ -43,6 +52,7 @@ from metering.core.models import (
     ServiceTier,
     UsageSubject,
     record_of,
+    values_of,
 )
 from metering.core.money import checked_currency
 from metering.pricing.prices import (
@@ -76,7 +86,9 @@ from metering.tenants.billing_profiles import (
     billing_profiles,
     set_billing_profile,
 )
+from metering.tenants.invitations import invite, revoke_invitation
 from metering.tenants.key_terms import KeyTerms
+from metering.tenants.members import change_role, remove_member
 from metering.tenants.networks import Address, excludes
 from metering.tenants.queue_weights import queue_weight, queue_weights, set_queue_weight
 from metering.tenants.tenants import (
@@ -86,6 +98,15 @@ from metering.tenants.tenants import (
     find_organization,
     organization_regions,
     region_of,
+)
+from metering.tenants.token_issuers import (
+    IssuerRecord,
+    IssuerTerms,
+    checked_issuer,
+    create_token_issuer,
+    delete_token_issuer,
+    list_token_issuers,
+    projects_of,
 )
 
 Value = str | int | bool | None | list[str] | list[int]
@@ -107,6 +128,7 @@ OVERRIDE_FIELDS = {
     "expire_time": "override_end_time",
     "reason": "override_reason",
 }
+ISSUER_FIELDS = {"leeway": "leeway_s", "lifetime_max": "lifetime_max_s"}
 # Fields of a resale price that can be set; the others are its identity.
 RESALE_FIELDS = tuple(
     each.name
@@ -182,7 +204,8 @@ class OrganizationSpec:
 
     An empty `currency_code` keeps the currency, and means USD for a new organization.
     `billing_profile`, `queue_weight_milli` and `region` None keep what is set; an empty region
-    binds to none. `prune_resale_prices` ends those that are not listed.
+    binds to none. `prune_resale_prices` ends those that are not listed. Members and token issuers
+    are compared if some are listed or pruned.
     """
 
     name: str
@@ -195,6 +218,10 @@ class OrganizationSpec:
     prune_resale_prices: bool = False
     queue_weight_milli: int | None = None
     region: str | None = None
+    members: tuple[MemberSpec, ...] = ()
+    prune_members: bool = False
+    token_issuers: tuple[IssuerSpec, ...] = ()
+    prune_token_issuers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +272,11 @@ def stated_thresholds(
     """Sort the alert thresholds of a limit; return None if they are its dimension's default."""
     alert_at = tuple(sorted(thresholds))
     return None if alert_at == usual_thresholds(dimension) else alert_at
+
+
+def issuer_path(owner: Organization, spec: IssuerSpec) -> str:
+    """Name a trusted issuer: "acme/https://login.example.com for weir"."""
+    return f"{owner.name}/{spec.issuer} for {spec.audience}"
 
 
 def resale_path(model: str, organization: str) -> str:
@@ -446,6 +478,192 @@ class Attempts:
         self.kept += [
             Change(Action.KEEP, "project", f"{desired.name}/{name}") for name in sorted(projects)
         ]
+        # After the projects, which they name
+        if desired.members or desired.prune_members:
+            await self._members(f"{path}.members", existing, desired)
+        if desired.token_issuers or desired.prune_token_issuers:
+            await self._token_issuers(f"{path}.token_issuers", existing, desired)
+
+    async def _members(self, path: str, owner: Organization, desired: OrganizationSpec) -> None:
+        """Invite persons, and change or remove members; those of a provider's groups stay."""
+        wanted = [replace(each, email=each.email.strip().lower()) for each in desired.members]
+        self._check_names(path, "email", [each.email for each in wanted])
+        found = (await present_members(self.session, [owner.id])).get(owner.id, [])
+        left = {each.spec.email: each for each in found}
+        done: set[str] = set()
+        for index, member in enumerate(wanted):
+            if member.email in done:
+                continue
+            done.add(member.email)
+            await self._member(f"{path}[{index}]", owner, member, left.pop(member.email, None))
+        for email, present in left.items():
+            if present.provider:
+                continue
+            action = Action.DELETE if desired.prune_members else Action.KEEP
+            change = Change(action, present.kind, f"{owner.name}/{email}")
+            if action is Action.KEEP:
+                self.kept.append(change)
+            elif present.api_key_id == self.own_key_id:
+                self._wrong(path, f"{email} applies this configuration: list it, or use a key")
+            elif await self._attempt(path, partial(self._remove_member, owner, present)):
+                self.changes.append(change)
+
+    async def _remove_member(self, owner: Organization, present: PresentMember) -> bool:
+        if present.invitation_id is not None:
+            invitation = str(present.invitation_id)
+            await revoke_invitation(self.session, invitation=invitation, actor=self.actor)
+        else:
+            await remove_member(
+                self.session,
+                organization=str(owner.id),
+                member=present.spec.email,
+                revoke_keys=False,
+                actor=self.actor,
+            )
+        return True
+
+    async def _member(
+        self, path: str, owner: Organization, desired: MemberSpec, present: PresentMember | None
+    ) -> None:
+        """Invite a person, or change the role of a member or of an invitation."""
+        names = ("role",) if not desired.project else ("role", "project")
+        shown = f"{owner.name}/{desired.email}"
+        changes = differences(None if present is None else present.spec, desired, names)
+        if present is not None and not changes:
+            return
+        if present is not None and present.provider:
+            self._wrong(
+                path,
+                f"it is a member by a group of {present.provider}: change the group, or its role in"
+                " the file of WEIR_SIGN_IN",
+            )
+            return
+        if present is not None and present.invitation_id is None:
+            if any(each.name == "project" for each in changes):
+                self._wrong(
+                    f"{path}.project",
+                    f"it is {present.spec.project}, which never changes: leave it out, or remove"
+                    " the member first",
+                )
+            elif await self._attempt(
+                path,
+                partial(
+                    change_role,
+                    self.session,
+                    organization=str(owner.id),
+                    member=desired.email,
+                    role=desired.role,
+                    actor=self.actor,
+                ),
+            ):
+                self.changes.append(Change(Action.UPDATE, "member", shown, changes))
+            return
+
+        async def invited() -> str:
+            if present is not None:
+                await self._remove_member(owner, present)
+            _, token = await invite(
+                self.session,
+                organization=str(owner.id),
+                email=desired.email,
+                role=desired.role,
+                project=desired.project,
+                actor=self.actor,
+            )
+            return token
+
+        if token := await self._attempt(path, invited):
+            action = Action.CREATE if present is None else Action.UPDATE
+            self.changes.append(Change(action, "invitation", shown, changes, secret=token))
+
+    async def _token_issuers(
+        self, path: str, owner: Organization, desired: OrganizationSpec
+    ) -> None:
+        """Trust issuers, change the terms of their bound keys, and trust others no more."""
+        named = [(each.issuer, each.audience) for each in desired.token_issuers]
+        self._check_names(path, "audience", named)
+        records = await list_token_issuers(self.session, organization=str(owner.id))
+        left = {
+            (spec.issuer, spec.audience): (spec, record)
+            for spec, record in await issuer_specs(self.session, records)
+        }
+        for index, spec in enumerate(desired.token_issuers):
+            present = left.pop((spec.issuer, spec.audience), None)
+            prunes = desired.prune_token_issuers
+            await self._token_issuer(f"{path}[{index}]", owner, spec, present, prunes=prunes)
+        for spec, record in left.values():
+            action = Action.DELETE if desired.prune_token_issuers else Action.KEEP
+            if action is Action.DELETE:
+                await self._attempt(path, partial(self._distrust, record))
+            change = Change(action, "token_issuer", issuer_path(owner, spec))
+            (self.kept if action is Action.KEEP else self.changes).append(change)
+
+    async def _distrust(self, record: IssuerRecord) -> None:
+        issuer = str(record.id)
+        await delete_token_issuer(self.session, token_issuer=issuer, actor=self.actor)
+
+    async def _token_issuer(
+        self,
+        path: str,
+        owner: Organization,
+        desired: IssuerSpec,
+        present: tuple[IssuerSpec, IssuerRecord] | None,
+        *,
+        prunes: bool,
+    ) -> None:
+        """Trust an issuer, anew if its terms differ and `prunes`, or change its keys' terms."""
+        for model in sorted(set(desired.models) - set(self.models)):
+            known = ", ".join(sorted(self.models))
+            self._wrong(f"{path}.models", f"no model {model!r} is served: give some of {known}")
+
+        async def checked() -> IssuerSpec:
+            terms = checked_issuer(desired.terms)
+            return replace(desired, **values_of(IssuerTerms, terms))
+
+        if (wanted := await self._attempt(path, checked, ISSUER_FIELDS)) is None:
+            return
+        before = None if present is None else present[0]
+        changes = differences(before, wanted, (*OF_TRUST, *OF_KEYS))
+        if before is not None and not changes:
+            return
+        other = [each.name for each in changes if each.name in OF_TRUST]
+        if before is not None and other and not prunes:
+            self._wrong(
+                path,
+                f"is trusted with another {', '.join(other)}, which never changes, because servers"
+                " remember it: apply with --prune to trust it anew, which replaces its keys and"
+                " ends the running requests of its tokens",
+            )
+            return
+
+        async def trusted() -> bool:
+            if present is not None and not other:
+                for each in present[1].projects:
+                    await update_api_key(
+                        self.session,
+                        api_key=str(each.api_key_id),
+                        terms=lambda had: replace(
+                            had, **{name: getattr(wanted, name) for name in OF_KEYS}
+                        ),
+                        actor=self.actor,
+                    )
+                return True
+            if present is not None:
+                await self._distrust(present[1])
+            await create_token_issuer(
+                self.session,
+                organization=str(owner.id),
+                terms=wanted.terms,
+                projects=projects_of(wanted.projects, has_claim=bool(wanted.project_claim)),
+                key_terms=wanted.key_terms,
+                actor=self.actor,
+            )
+            return True
+
+        if await self._attempt(path, trusted, ISSUER_FIELDS):
+            action = Action.CREATE if before is None else Action.UPDATE
+            shown = issuer_path(owner, wanted)
+            self.changes.append(Change(action, "token_issuer", shown, changes))
 
     async def _resale_prices(
         self, path: str, owner: Organization, desired: OrganizationSpec
@@ -1057,6 +1275,11 @@ async def present_state(session: AsyncSession, *, organization: str | None = Non
             replica_hour_picos=terms.replica_hour_picos or None,
         )
         resale[price.organization_id].append(stated)
+    members = await present_members(session, ids)
+    issuers: dict[uuid.UUID, list[IssuerSpec]] = defaultdict(list)
+    records = await list_token_issuers(session, organization=organization)
+    for issuer, record in await issuer_specs(session, records):
+        issuers[record.organization_id].append(issuer)
     specs = (
         OrganizationSpec(
             each.name,
@@ -1067,6 +1290,10 @@ async def present_state(session: AsyncSession, *, organization: str | None = Non
             resale_prices=tuple(resale[each.id]),
             queue_weight_milli=weights.get(each.id),
             region=regions.get(each.id),
+            members=tuple(
+                present.spec for present in members.get(each.id, ()) if not present.provider
+            ),
+            token_issuers=tuple(sorted(issuers[each.id], key=attrgetter("issuer", "audience"))),
         )
         for each in organizations
     )

@@ -162,9 +162,11 @@ SELECT h.process_id, h.state = 'held' AS is_held,
        coalesce(r.peer_certificate, '') AS certificate
 FROM holds h
 LEFT JOIN live_reports r ON r.process_id = h.process_id
+LEFT JOIN usage_subjects s ON s.id = h.end_user_id
 WHERE h.project_id = :project_id
   AND h.request_id = :request_id
   AND h.state <> 'voided'
+  AND :end_user IN ('', s.name)
 ORDER BY h.admitted_at DESC
 LIMIT 1
 """)
@@ -193,10 +195,13 @@ async def certificate_of(session: AsyncSession, process_id: uuid.UUID) -> str:
 
 
 async def find_owner(
-    session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID
+    session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID, end_user: str = ""
 ) -> Owner | None:
-    """Find the process that owns a request; None if the project never admitted this request id."""
-    of_request = {"project_id": project_id, "request_id": request_id}
+    """Find the process that owns a request; None if the project never admitted this request id.
+
+    With `end_user`, requests of others are not found.
+    """
+    of_request = {"project_id": project_id, "request_id": request_id, "end_user": end_user}
     row = (await session.execute(SELECT_OWNER, of_request)).one_or_none()
     return None if row is None else record_of(Owner, row)
 

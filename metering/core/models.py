@@ -437,6 +437,7 @@ class TokenIssuer(Base):
     label_claims: Mapped[list[str]]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     removed_at: Mapped[datetime | None]
+    single_use: Mapped[bool] = mapped_column(server_default=text("false"))
 
 
 class TokenKey(Base):
@@ -463,6 +464,16 @@ class TokenRevocation(Base):
     token_issuer_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("token_issuers.id"))
     kind: Mapped[str]
     revoked_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    expires_at: Mapped[datetime]
+
+
+class UsedToken(Base):
+    """Token that may be used once and was, by the hash of its name, until it has expired."""
+
+    __tablename__ = "used_tokens"
+
+    mark: Mapped[bytes] = mapped_column(primary_key=True)
+    token_issuer_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("token_issuers.id"))
     expires_at: Mapped[datetime]
 
 

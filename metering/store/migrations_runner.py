@@ -107,6 +107,7 @@ UPDATED = frozenset(
         "usage_events",
         "usage_subject_counts",
         "usage_subjects",
+        "used_tokens",
         "worker_incidents",
     }
 )
@@ -140,6 +141,7 @@ DELETED = frozenset(
         "suspensions",
         "token_revocations",
         "unrated_usage",
+        "used_tokens",
     }
 )
 

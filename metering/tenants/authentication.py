@@ -88,17 +88,27 @@ class Suspended:
 
 
 @dataclass(frozen=True, slots=True)
+class SingleUse:
+    """Token that may be used once: the hash of its name, and the Unix time of its end."""
+
+    token_issuer_id: uuid.UUID
+    mark: bytes
+    expires_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class TokenTerms:
     """Terms of the token that a caller sent instead of a secret, beside those of its key.
 
     `end_user` and `labels` are those of its requests. `marks` are the hashes by which a revocation
-    names it. A client token has an id, and may only make the HTTP call `call` from `origins`;
-    without origins, pages of other servers cannot use it.
+    names it. `use` is set if it may be used once. A client token has an id, and may only make the
+    HTTP call `call` from `origins`; without origins, pages of other servers cannot use it.
     """
 
     end_user: str = ""
     labels: tuple[tuple[str, str], ...] = ()
     marks: frozenset[bytes] = frozenset()
+    use: SingleUse | None = None
     client_token_id: uuid.UUID | None = None
     call: str = ""
     origins: tuple[str, ...] = ()
@@ -142,6 +152,15 @@ class Principal:
     def credentials(self) -> frozenset[bytes]:
         """Hashes of the secret or token; the end of one of them ends the caller's requests."""
         return frozenset({self.secret_hash}) if self.token is None else self.token.marks
+
+    @property
+    def end_user(self) -> str:
+        """End user that the token names. Nothing of others is shown to the caller; empty: all."""
+        return "" if self.token is None else self.token.end_user
+
+    def knows(self, end_user: str) -> bool:
+        """Return True if the caller may know requests of this end user."""
+        return self.end_user in ("", end_user)
 
     def may_use(self, model: str) -> bool:
         """Return True if the key may use the model."""

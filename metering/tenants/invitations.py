@@ -141,6 +141,16 @@ async def revoke_invitation(session: AsyncSession, *, invitation: str, actor: st
     await _change(session, locked, actor, "invitation.revoke", revoked_at=func.now())
 
 
+async def offered(session: AsyncSession, token: str) -> InvitationRecord:
+    """Return the invitation that a token accepts. Raises: InvitationInvalid."""
+    if TOKEN_FORM.fullmatch(token) is None:
+        raise InvitationInvalid
+    query = _select().where(Invitation.token_hash == hash_of_token(token), _in_force())
+    if (row := (await session.execute(query)).one_or_none()) is None:
+        raise InvitationInvalid
+    return _record(*row)
+
+
 async def accept_invitation(
     session: AsyncSession,
     *,
@@ -328,6 +338,11 @@ async def _change(
 def _pending(email: str = "") -> tuple[ColumnElement[bool], ...]:
     conditions = (Invitation.accepted_at.is_(None), Invitation.revoked_at.is_(None))
     return (*conditions, Invitation.email == email) if email else conditions
+
+
+def is_pending() -> tuple[ColumnElement[bool], ...]:
+    """Build the conditions for an invitation that can be accepted."""
+    return (*_pending(), _in_force())
 
 
 def _in_force() -> ColumnElement[bool]:

@@ -579,6 +579,22 @@ def link_url(console_url: str, secret: str) -> str:
     return f"{console_url.rstrip('/')}/#/sign-in?link={secret}"
 
 
+async def person_of_link(session: AsyncSession, secret: str) -> Person:
+    """Return the person whom a link would sign in, without using it up. Raises: KeyInvalid."""
+    query = (
+        select(Person)
+        .join(SignInLink, SignInLink.person_id == Person.id)
+        .where(
+            SignInLink.secret_hash == hash_of(secret),
+            SignInLink.expires_at > func.now(),
+            Person.deactivated_at.is_(None),
+        )
+    )
+    if LINK_FORM.fullmatch(secret) is None or (person := await session.scalar(query)) is None:
+        raise KeyInvalid(LINK_INVALID)
+    return person
+
+
 async def use_link(session: AsyncSession, secret: str) -> uuid.UUID:
     """Use a link up, and return the id of its person. Raises: KeyInvalid."""
     if LINK_FORM.fullmatch(secret) is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -28,6 +28,7 @@ from metering.core.models import (
     TokenIssuer,
     TokenKey,
     TokenRevocation,
+    UsedToken,
     record_of,
     values_of,
 )
@@ -37,6 +38,7 @@ from metering.tenants.authentication import (
     BOUND_KEY_INVALID,
     IS_BOUND_KEY,
     Principal,
+    SingleUse,
     principal_of_row,
     select_principal,
 )
@@ -50,7 +52,11 @@ ISSUERS_MAX = 20  # of one organization
 LABELS_MAX = 8  # half of those that a request may have
 LEEWAY_S_MAX = 300
 LIFETIME_S_MAX = 24 * 3600
+USED_REMEDY = "Get a new one for each call. One is enough for all requests of a gRPC stream."
 KINDS = ("jti", "sid", "sub")  # of names by which tokens are revoked
+# Rows of used tokens outlive these, so that no server with a slow clock takes one again.
+CLOCKS_DIFFER = timedelta(minutes=5)
+EXPIRED_EACH_MAX = 4  # rows of expired tokens that a use removes: more than it adds
 NEVER_ISSUED = datetime(1970, 1, 1, tzinfo=UTC)  # so that a token without `iat` counts as old
 
 
@@ -60,6 +66,7 @@ class IssuerTerms:
 
     Empty `algorithms` are all asymmetric ones. Without `keys_url` and `keys`, the issuer's
     discovery document says where its keys are. An empty `token_type` allows those of access tokens.
+    With `single_use`, which implies `requires_id`, a token is good for one call.
     The claims, if set, must be in each token: the project (one of a list), the end user, the
     models, the output tokens per request, and labels of the same names.
     """
@@ -73,6 +80,7 @@ class IssuerTerms:
     lifetime_max_s: int = 3600
     token_type: str = ""
     requires_id: bool = False
+    single_use: bool = False
     project_claim: str = ""
     end_user_claim: str = ""
     models_claim: str = ""
@@ -131,8 +139,27 @@ def checked_issuer(terms: IssuerTerms) -> IssuerTerms:
     return replace(
         terms,
         algorithms=tuple(sorted(set(terms.algorithms))),
+        requires_id=terms.requires_id or terms.single_use,
         label_claims=tuple(sorted(set(terms.label_claims))),
     )
+
+
+def projects_of(texts: Iterable[str], *, has_claim: bool) -> dict[str, str]:
+    """Parse projects, each after the value of the claim if there is one. Raises: InvalidValue."""
+    found: dict[str, str] = {}
+    for text in texts:
+        value, equals, project = text.rpartition("=")
+        if bool(equals) != has_claim:
+            raise InvalidValue(
+                "projects",
+                f"{text[:64]!r} must be VALUE=PROJECT, with a value of `project_claim`"
+                if has_claim
+                else f"{text[:64]!r} must be a project, or set `project_claim` too",
+            )
+        if value in found:
+            raise InvalidValue("projects", f"{value[:64]!r} must be there once")
+        found[value] = project
+    return found
 
 
 async def create_token_issuer(
@@ -388,3 +415,25 @@ async def authenticate_token(
     if row.is_revoked:
         raise TokenInvalid("it was revoked")
     return principal_of_row(row)
+
+
+async def use_token(session: AsyncSession, use: SingleUse) -> None:
+    """Record the use of a token that may be used once. Of concurrent uses one succeeds.
+
+    Raises: TokenInvalid if it was used before.
+    """
+    surplus = (
+        select(UsedToken.mark)
+        .where(UsedToken.expires_at <= func.now())
+        .limit(EXPIRED_EACH_MAX)
+        .with_for_update(skip_locked=True)
+    )
+    await session.execute(delete(UsedToken).where(UsedToken.mark.in_(surplus.scalar_subquery())))
+    values = {
+        "mark": use.mark,
+        "token_issuer_id": use.token_issuer_id,
+        "expires_at": datetime.fromtimestamp(use.expires_at, UTC) + CLOCKS_DIFFER,
+    }
+    recorded = insert(UsedToken).values(values).on_conflict_do_nothing().returning(UsedToken.mark)
+    if await session.scalar(recorded) is None:
+        raise TokenInvalid("it was used before, and its issuer's tokens work once", USED_REMEDY)

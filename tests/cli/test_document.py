@@ -15,9 +15,11 @@ from weir.v1 import configuration_pb2
 from weir_cli import yaml_files
 from weir_cli.document import (
     KEY,
+    MEMBER,
     ORGANIZATION,
     QUOTA,
     RESALE_PRICE,
+    TOKEN_ISSUER,
     read_document,
     write_document,
 )
@@ -304,10 +306,35 @@ resale_prices = st.fixed_dictionaries(
         "effective_time": times,
     },
 )
+members = st.fixed_dictionaries(
+    {"email": st.just("ann@example.com"), "role": st.sampled_from(["owner", "no"])},
+    optional={"project": names},
+)
+issuers = st.fixed_dictionaries(
+    {
+        "issuer": st.just("https://login.example.com"),
+        "audience": names,
+        "projects": st.lists(st.sampled_from(["a=main", "no"]), min_size=1),
+    },
+    optional={
+        "leeway_s": st.integers(0, 300),
+        "lifetime_max_s": st.integers(1, 86_400),
+        "keys": st.just('{"keys": [{"kty": "EC"}]}'),
+        "algorithms": st.lists(st.sampled_from(["ES256", "RS256"]), min_size=1),
+        "single_use": st.just(True),
+        "end_user_claim": st.sampled_from(["sub", "no"]),
+        "label_claims": st.lists(names, min_size=1, max_size=2),
+        "max_output_tokens": st.integers(1, 10**6),
+        "allowed_networks": st.just(["203.0.113.0/24"]),
+        "group": names,
+    },
+)
 organizations = st.fixed_dictionaries(
     {"name": names, "currency_code": st.sampled_from(["EUR", "USD"])},
     optional={
         "resale_prices": st.lists(resale_prices, min_size=1, max_size=3),
+        "members": st.lists(members, min_size=1, max_size=2),
+        "token_issuers": st.lists(issuers, min_size=1, max_size=2),
         "quotas": st.lists(quotas, min_size=1, max_size=3),
         "projects": st.lists(projects, min_size=1, max_size=2),
     },
@@ -345,6 +372,8 @@ def test_a_written_document_reads_back_unchanged(configuration: dict[str, Any]) 
         (QUOTA, configuration_pb2.QuotaConfiguration),
         (KEY, configuration_pb2.ApiKeyConfiguration),
         (RESALE_PRICE, configuration_pb2.ResalePriceConfiguration),
+        (MEMBER, configuration_pb2.MemberConfiguration),
+        (TOKEN_ISSUER, configuration_pb2.TokenIssuerConfiguration),
         (ORGANIZATION, configuration_pb2.OrganizationConfiguration),
     ],
 )

@@ -14,12 +14,16 @@ import pytest
 from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.timestamp_pb2 import Timestamp
 from grpc import StatusCode
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import configuration_pb2 as pb
 
+from metering.core.models import GroupMembership, Invitation
 from metering.store.db import psycopg_conninfo
 from metering.tenants.admin_requests import CHANGES_LOCK_ID
+from metering.tenants.invitations import accept_invitation, resend_invitation
 from tests.service import MODEL, Service, Tenant, bearer, refused
 
 LATER = (datetime.now(UTC) + timedelta(days=30)).replace(microsecond=0)
@@ -570,3 +574,143 @@ async def test_resale_prices_and_groups_are_applied_exported_and_pruned(admin: A
     assert [fields_of(each) for each in kept.changes] == [{"markup_milli": (1250, 1500)}]
     assert [each.path for each in kept.kept] == [f"{MODEL} of {name}"]
     assert [each.path for each in pruned.changes] == [f"{MODEL} of {name}"]
+
+
+async def test_members_are_invited_changed_exported_and_pruned(admin: Admin) -> None:
+    """A file alone makes no member, and no token is in an export."""
+    wanted = team(unique())
+    name, ann, bob = wanted["name"], f"ann@{unique()}.example", f"bob@{unique()}.example"
+    wanted["members"] = [
+        {"email": f" {ann.upper()}", "role": "owner"},
+        {"email": bob, "role": "viewer", "project": "search"},
+    ]
+
+    dry = await admin.apply(wanted, dry_run=True)
+    first = await admin.apply(wanted)
+    again = await admin.apply(wanted)
+    exported = await admin.export(name)
+    anew = await admin.apply(exported | {"prune_members": True})
+
+    made = [each for each in first.changes if each.kind == "invitation"]
+    assert [each.path for each in made] == [f"{name}/{ann}", f"{name}/{bob}"]
+    assert [each.secret for each in dry.changes if each.kind == "invitation"] == ["", ""]
+    assert not [*again.changes, *anew.changes, *anew.kept]
+    assert [each["role"] for each in exported["members"]] == ["owner", "viewer"]
+    assert "wi_" not in json.dumps(exported)
+    async with admin.service.session() as session:
+        for each in made:
+            await accept_invitation(session, token=each.secret)
+    joined = await admin.apply(exported)
+    wanted["members"][1] = {"email": bob, "role": "finance"}
+    changed = await admin.apply(wanted)
+    wanted["members"] = [{"email": ann, "role": "owner"}]
+    kept = await admin.apply(wanted)
+    pruned = await admin.apply(wanted | {"prune_members": True})
+    last = await admin.apply({"name": name, "members": [], "prune_members": True})
+    moved = await admin.apply(
+        {"name": name, "members": [{"email": ann, "role": "owner", "project": "other"}]}
+    )
+    twice = [{"email": ann, "role": "king"}, {"email": ann, "role": "owner"}]
+    wrong = await admin.apply({"name": name, "members": twice})
+
+    assert not [*joined.changes, *joined.kept]
+    [change] = changed.changes
+    assert (change.kind, fields_of(change)) == ("member", {"role": ("viewer", "finance")})
+    [left] = [each for each in kept.kept if each.kind == "member"]
+    assert left.path == f"{name}/{bob}"
+    assert [(each.action, each.path) for each in pruned.changes] == [
+        (pb.ConfigurationChange.ACTION_DELETE, f"{name}/{bob}")
+    ]
+    assert "owner" in last.violations[0].description, "the last owner stays"
+    assert [each.field for each in moved.violations] == ["organizations[0].members[0].project"]
+    assert [each.field for each in wrong.violations] == [
+        "organizations[0].members[1].email",
+        "organizations[0].members[0].role",
+    ]
+
+
+async def test_members_of_groups_are_not_of_the_configuration(admin: Admin) -> None:
+    """Their provider would undo each change at the next sign-in."""
+    name, email = unique(), f"ann@{unique()}.example"
+    await admin.apply(team(name, members=[{"email": email, "role": "viewer"}]))
+    async with admin.service.session() as session:
+        _, token = await resend(session, email)
+        accepted = await accept_invitation(session, token=token)
+        membership = {"membership_id": accepted.member.membership_id, "provider": "corp"}
+        session.add(GroupMembership(**membership))
+    pruned = await admin.apply({"name": name, "prune_members": True})
+    exported = await admin.export(name)
+    wrong = await admin.apply({"name": name, "members": [{"email": email, "role": "admin"}]})
+
+    assert not pruned.changes
+    assert {each.kind for each in pruned.kept} == {"project", "quota"}
+    assert "members" not in exported
+    assert "group of corp" in wrong.violations[0].description
+
+
+async def test_token_issuers_are_trusted_exported_and_pruned(admin: Admin) -> None:
+    wanted = team(unique())
+    name, url = wanted["name"], f"https://{unique()}.example"
+    issuer = {
+        "issuer": url,
+        "audience": "weir",
+        "projects": ["a=search"],
+        "project_claim": "team",
+        "leeway_s": 0,
+        "label_claims": ["team", "app"],
+        "single_use": True,
+        "models": [MODEL],
+        "allowed_networks": ["203.0.113.7"],
+    }
+    wanted["token_issuers"] = [issuer, {"issuer": url, "audience": "b", "projects": ["search"]}]
+
+    first = await admin.apply(wanted)
+    again = await admin.apply(wanted)
+    exported = await admin.export(name)
+    anew = await admin.apply(exported | {"prune_token_issuers": True})
+    narrow = await admin.apply({"name": name, "token_issuers": [issuer | {"max_input_tokens": 9}]})
+    other = {"name": name, "token_issuers": [issuer | {"end_user_claim": "sub"}]}
+    refused_ = await admin.apply(other)
+    replaced = await admin.apply(other | {"prune_token_issuers": True})
+    settled = await admin.apply(other)
+
+    paths = [f"{name}/{url} for {each}" for each in ("weir", "b")]
+    assert [each.path for each in first.changes if each.kind == "token_issuer"] == paths
+    assert not [*again.changes, *again.kept, *anew.changes, *anew.kept]
+    assert [each.get("requires_id", False) for each in exported["token_issuers"]] == [False, True]
+    [change] = narrow.changes
+    assert fields_of(change) == {"max_input_tokens": (None, 9)}
+    assert [each.path for each in narrow.kept if each.kind == "token_issuer"] == paths[1:]
+    assert "another end_user_claim" in refused_.violations[0].description
+    assert [(each.action, each.path) for each in replaced.changes] == [
+        (pb.ConfigurationChange.ACTION_UPDATE, paths[0]),
+        (pb.ConfigurationChange.ACTION_DELETE, paths[1]),
+    ]
+    assert fields_of(replaced.changes[0]) == {
+        "end_user_claim": ("", "sub"),
+        "max_input_tokens": (9, None),
+    }
+    assert not settled.changes
+    for field, value in (
+        ("issuer", "http://login.example.com"),
+        ("keys_url", "https://[::1]/keys"),
+        ("keys", "{}"),
+        ("algorithms", ["HS256"]),
+        ("projects", ["search"]),
+        ("leeway_s", 301),
+        ("models", ["unknown"]),
+    ):
+        bad = issuer | {"audience": "new", field: value}
+        found = await admin.apply({"name": name, "token_issuers": [bad]})
+        at = [each.field for each in found.violations]
+        assert at == [f"organizations[0].token_issuers[0].{field}"], (field, found.violations)
+    absent = await admin.apply(
+        {"name": name, "token_issuers": [issuer | {"audience": "new", "projects": ["a=nowhere"]}]}
+    )
+    assert absent.violations[0].field.startswith("organizations[0].token_issuers[0]")
+
+
+async def resend(session: AsyncSession, email: str) -> tuple[object, str]:
+    """Give the invitation of an address another token."""
+    [found] = await session.scalars(select(Invitation).where(Invitation.email == email))
+    return await resend_invitation(session, invitation=str(found.id), actor="test")

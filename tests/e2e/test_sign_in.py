@@ -27,6 +27,7 @@ from api.access.auth import Authenticator
 from api.access.oidc import Flow
 from api.access.providers import Provider, SignInFile
 from api.console.sign_in import Cookie, SignIn, csrf_of
+from api.core.addresses import Proxies
 from metering.core.errors import InvalidValue
 from metering.tenants.invitations import accept_invitation, invite
 from metering.tenants.members import (
@@ -36,12 +37,14 @@ from metering.tenants.members import (
     reactivate_person,
     remove_member,
 )
+from metering.tenants.networks import networks_of
 from metering.tenants.sign_in import (
     SessionTerms,
     acting_in,
     authenticate_session,
     begin_session,
     create_link,
+    use_link,
 )
 from metering.tenants.tenants import rename_organization
 from tests.conftest import as_application, new_database
@@ -704,9 +707,18 @@ async def test_a_new_sign_in_replaces_a_session_that_was_planted(site: Site) -> 
 
 
 async def test_a_link_signs_in_once(site: Site) -> None:
+    """Asking whom it signs in does not use it up, and begins no session."""
     await site.join()
     async with site.service.session() as session:
         link = await create_link(session, await find_person(session, site.email), actor="test")
+    asking = site.browser()
+    for _ in range(2):
+        status, offer = await asking.call("offer", {"secret": link})
+        assert (status, offer["email"], offer["organizations"]) == (
+            *(200, site.email),
+            [site.organization],
+        )
+    assert not asking.cookies
     browsers = [site.browser() for _ in range(5)]
     answers = await asyncio.gather(*(each.call("link", {"secret": link}) for each in browsers))
     assert sorted(status for status, _ in answers) == [200, 401, 401, 401, 401]
@@ -715,9 +727,29 @@ async def test_a_link_signs_in_once(site: Site) -> None:
     async with site.service.session() as session:
         late = await create_link(session, await find_person(session, site.email), actor="test")
         await session.execute(text("UPDATE sign_in_links SET expires_at = now()"))
-    assert (await site.browser().call("link", {"secret": late}))[0] == 401
-    for wrong in ({}, {"secret": 5}, {"secret": ""}, {"secret": "wl_x"}):
-        assert (await site.browser().call("link", wrong))[0] in (400, 401)
+    for name, wrong in itertools.product(
+        ("link", "offer"), ({"secret": late}, {}, {"secret": 5}, {"secret": ""}, {"secret": "wl_x"})
+    ):
+        assert (await site.browser().call(name, wrong))[0] in (400, 401)
+
+
+@pytest.mark.parametrize("name", ["link", "invitation", "sign-out"])
+async def test_no_other_site_begins_or_ends_a_session(site: Site, name: str) -> None:
+    """A form of another site has one of three types, and no request of a script is preflighted."""
+    browser = site.browser()
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        body = json.dumps({"secret": "wl_" + "A" * 43, "token": "wi_x"})
+        headers = {"content-type": kind, "origin": "https://evil.example"}
+        answer, _ = await browser.send("POST", f"api/{name}", headers, data=body)
+        assert answer.status == 415, kind
+    answer, _ = await browser.send(
+        "OPTIONS",
+        f"api/{name}",
+        {"origin": "https://evil.example", "access-control-request-method": "POST"},
+    )
+    assert answer.status >= 400
+    assert not any(each.lower().startswith("access-control") for each in answer.headers)
+    assert not browser.cookies
 
 
 async def test_an_invitation_signs_in(site: Site) -> None:
@@ -726,11 +758,17 @@ async def test_an_invitation_signs_in(site: Site) -> None:
             session, organization=site.organization, email=site.email, role="viewer", actor="test"
         )
     browser = site.browser()
+    status, offer = await browser.call("offer", {"token": token})
+    assert (status, offer) == (
+        200,
+        {"email": site.email, "organizations": [site.organization]},
+    )
     assert (await browser.call("invitation", {"token": token, "displayName": "Ann"}))[0] == 200
     session_ = await browser.session()
     assert (session_["displayName"], session_["organizations"][0]["role"]) == ("Ann", "viewer")
-    status, found = await site.browser().call("invitation", {"token": token})
-    assert (status, reason_of(found)) == (401, "INVITATION_INVALID")
+    for name in ("invitation", "offer"):
+        status, found = await site.browser().call(name, {"token": token})
+        assert (status, reason_of(found)) == (401, "INVITATION_INVALID")
 
 
 async def test_an_invitation_gives_nothing_of_other_organizations(site: Site) -> None:
@@ -773,8 +811,14 @@ async def test_use_keeps_a_session(site: Site) -> None:
 
 async def test_the_page_offers_the_provider_and_says_why_a_sign_in_failed(site: Site) -> None:
     await site.join()
+    stranger = f"evil-{site.number}@example.com"
     async with site.service.session() as session:
         link = await create_link(session, await find_person(session, site.email), actor="test")
+        _, token = await invite(
+            session, organization=site.organization, email=stranger, role="viewer", actor="test"
+        )
+        await accept_invitation(session, token=token, display_name="Eve")
+        planted = await create_link(session, await find_person(session, stranger), actor="test")
     found = await browsed(
         site.service,
         "",
@@ -783,8 +827,19 @@ async def test_the_page_offers_the_provider_and_says_why_a_sign_in_failed(site: 
         pages={},
         start="Sign in with corp",
         link=link,
+        another=planted,
     )
     assert faults(found) == {}
+    shown = found["link"]
+    assert "Sign in as" in shown["card"]
+    assert f"{site.email} of {site.organization}" in shown["card"]
+    assert "You are signed in as" not in shown["card"]
+    assert shown["cookies"] == 0, "nothing begins before the person has agreed"
+    assert f"You are signed in as {site.email} in this browser" in shown["second"]
+    assert "Sign in as Eve?" in shown["second"]
+    assert not any(each in shown[at] for each in (link, planted) for at in ("address", "back"))
+    async with site.service.session() as session:
+        assert await use_link(session, planted), "the page has not used it"
     assert "You are not a member of an organization here" in found["signIn"]
     assert "ab12cd34" in found["signIn"]
     assert found["starts"] == [
@@ -793,24 +848,45 @@ async def test_the_page_offers_the_provider_and_says_why_a_sign_in_failed(site: 
     ]
 
 
+HTTPS, FORWARDED = "https://weir.example/prefix/console", "x-forwarded-proto"
+
+
 @pytest.mark.parametrize(
-    ("url", "tls"),
-    [("https://weir.example/prefix/console", False), (URL, True), (URL, False)],
-    ids=("TLS by a proxy with a path", "own TLS", "no TLS"),
+    ("url", "tls", "trusted", "forwarded", "is_secure"),
+    [
+        (HTTPS, False, (), {}, True),
+        (URL, True, (), {}, True),
+        (URL, False, (), {}, False),
+        (URL, False, ("127.0.0.0/8",), {FORWARDED: "https"}, True),
+        (URL, False, ("127.0.0.0/8",), {FORWARDED: "https, http"}, True),
+        (URL, False, ("127.0.0.0/8",), {FORWARDED: "http, https"}, False),
+        (URL, False, ("127.0.0.0/8",), {}, False),
+        (URL, False, ("192.0.2.0/24",), {FORWARDED: "https"}, False),
+        (URL, False, (), {FORWARDED: "https"}, False),
+    ],
 )
 async def test_cookies_are_of_one_origin_with_tls(
-    site: Site, url: str, tls: bool, monkeypatch: pytest.MonkeyPatch
+    site: Site,
+    url: str,
+    tls: bool,
+    trusted: tuple[str, ...],
+    forwarded: dict[str, str],
+    is_secure: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another host of the domain, or a reader of the network, can neither set nor see them."""
+    """Another host of the domain, or a reader of the network, can neither set nor see them.
+
+    TLS of this server, or of a trusted proxy that says so.
+    """
     monkeypatch.setattr("api.console.sign_in.peer_of", lambda _: "ipv4:127.0.0.1:1")
     await site.join()
-    is_secure = tls or url.startswith("https")
     prefix = "__Host-" if is_secure else ""
     site.double.redirect_uri = f"{url}/sign-in/callback"
     secret = site.service.home / "secret"
     corp = Provider("corp", site.double.url, ProviderDouble.CLIENT, secret)
     sessions = site.service.sessions
-    signing_in = SignIn(SignInFile(url, (corp,)), sessions, Authenticator(sessions), tls=tls)
+    authenticator = Authenticator(sessions, proxies=Proxies(networks_of(trusted)))
+    signing_in = SignIn(SignInFile(url, (corp,)), sessions, authenticator, tls=tls)
     seen: list[Cookie | None] = []
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
@@ -822,7 +898,7 @@ async def test_cookies_are_of_one_origin_with_tls(
         return await signing_in.answer(request, request.path[1:])
 
     async def send(method: str, path: str, cookies: str = "", **options: Any) -> Any:
-        headers = {"cookie": cookies, "weir-csrf": csrf_of(cookies.partition("=")[2])}
+        headers = {"cookie": cookies, "weir-csrf": csrf_of(cookies.partition("=")[2])} | forwarded
         async with site.http.request(
             method, f"{front.url}{path}", headers=headers, allow_redirects=False, **options
         ) as answer:
@@ -859,6 +935,41 @@ async def test_cookies_are_of_one_origin_with_tls(
         ended = await send("POST", "/end", session_cookie)
         assert [each is not None for each in seen] == [False, True]
         assert cookie(ended, SESSION, "Strict") == f'{prefix}{SESSION}=""'
+
+
+@pytest.mark.parametrize(
+    ("host", "is_let_in"),
+    [
+        ("localhost:8080", True),
+        ("127.0.0.1:8080", True),
+        ("[::1]:8080", True),
+        ("weir.example", False),
+        ("192.168.1.5:8080", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.nip.io", False),
+        ("[", False),
+    ],
+)
+async def test_nobody_signs_in_over_plain_http_from_elsewhere(
+    site: Site, host: str, is_let_in: bool
+) -> None:
+    """A session on its way over a network can be read there, and the reason says what to do."""
+    await site.join()
+    async with site.service.session() as session:
+        link = await create_link(session, await find_person(session, site.email), actor="test")
+    browser = site.browser()
+    for name in ("offer", "link", "invitation"):
+        answer, found = await browser.send(
+            "POST", f"api/{name}", {"host": host}, json={"secret": link, "token": "wi_x"}
+        )
+        refused = name == "invitation" or not is_let_in
+        assert (answer.status == 200) is not refused
+        if not is_let_in:
+            assert answer.status == 403
+            assert "WEIR_TRUSTED_PROXIES" in found["message"]
+    started, _ = await browser.send("GET", "sign-in/start/corp", {"host": host})
+    assert (started.status == 303) is is_let_in
+    assert bool(browser.cookies) is is_let_in
 
 
 @contextlib.asynccontextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ from tests.calls import Calls, calls
 from tests.e2e.conftest import Serve
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.issuer_double import AUDIENCE, IssuerDouble, issuer
-from tests.service import MODEL, Service, Tenant
+from tests.service import MODEL, Service, Tenant, start
 
 WITHIN_S = 2.0  # of a revocation, in every process
 Pair = tuple[Service, Service]
@@ -213,6 +215,129 @@ async def test_tokens_that_are_not_trusted_are_refused(world: World) -> None:
         assert why in (await world.refused(world.issuer.token(**changes)))[1]
     await world.operator("DeleteTokenIssuer", token_issuer_id=other.token_issuer_id)
     assert await world.models(world.issuer.token(aud=[AUDIENCE, "another"])) == [MODEL]
+
+
+async def test_a_token_that_works_once_is_refused_in_every_process_then(world: World) -> None:
+    """One of concurrent calls succeeds. A stream stays open, and can move with another token."""
+    once = await world.trust(audience="once", single_use=True, end_user_claim="sub")
+    assert once.requires_id
+    token, numbers = world.issuer.token, iter(range(100))
+    used = "SELECT * FROM used_tokens WHERE expires_at > now()"
+    database = world.pair[0].database
+
+    def fresh(**changes: Any) -> str:
+        return token(**{"aud": "once", "jti": f"once-{next(numbers)}"} | changes)
+
+    raced = fresh()
+    answers = await asyncio.gather(
+        *(complete(service, raced) for service in world.pair for _ in range(4)),
+    )
+    assert sorted(status for status, _ in answers) == [200] + [401] * 7
+    assert "it was used before" in (await world.refused(raced))[1]
+    assert len(database.rows(used)) == 1
+
+    one, other = world.pair
+    kept = fresh()
+    async with one.stream(kept) as stream, other.stream(fresh()) as moved:
+        request_id = await stream.begin(
+            max_output_tokens=200, keep_on_disconnect=Duration(seconds=60)
+        )
+        await stream.received(request_id, 1)
+        changed = {"api_key": once.projects[0].prefix, "max_output_tokens": 500}
+        await world.operator("UpdateApiKey", **changed)  # so that the key is read again
+        await stream.finished(await stream.begin(max_output_tokens=1))
+        await moved.attach(request_id)
+        await moved.finished(request_id)
+        assert "it was used before" in (await world.refused(kept))[1]
+    padded: dict[str, Any] = {
+        "prompt": "a",
+        "metadata": {str(each): "x" * 512 for each in range(40)},
+    }
+    status, error = await complete(one, fresh(), **padded)  # a long body: the key is read again
+    assert (status, error["param"]) == (400, "metadata")
+    assert "`jti` is missing" in (await world.refused(fresh(jti=None)))[1]
+
+    database.rows("UPDATE used_tokens SET expires_at = now() RETURNING 1")
+    await world.models(token())
+    assert len(database.rows("SELECT 1 FROM used_tokens")) >= 4, "other tokens cost nothing"
+    assert (await complete(one, fresh()))[0] == 200
+    assert (await complete(one, fresh()))[0] == 200
+    assert len(database.rows("SELECT 1 FROM used_tokens")) == 2, "what has expired goes"
+
+
+async def test_a_token_of_an_end_user_reaches_nothing_of_others(world: World) -> None:
+    """By whatever names a request by its id: running or over, here or in another process."""
+    one, other = world.pair
+    ada, bob = world.issuer.token(), world.issuer.token(sub="bob")
+    long: dict[str, Any] = {"max_output_tokens": 3000}
+    short: dict[str, Any] = {"max_output_tokens": 2}
+    keeping = {"keep_on_disconnect": Duration(seconds=60)}
+    async with one.stream(ada) as owner:
+        requests: dict[str, dict[str, Any]] = {}
+        for fields in (long | keeping, long):
+            requests[await owner.begin(**fields)] = fields
+        running = next(iter(requests))
+        for each in requests:
+            await owner.received(each, 3)
+        for fields in (short | keeping, short):
+            over = await owner.begin(**fields)
+            await owner.finished(over)
+            requests[over] = fields
+
+        for service, (request_id, fields) in itertools.product(world.pair, requests.items()):
+            async with service.stream(bob) as stream:
+                await stream.attach(request_id)
+                attached = await stream.failed(request_id)
+                assert attached.reason == "REQUEST_UNKNOWN"
+                assert attached.frame is not None
+                assert not attached.frame.HasField("usage")
+            async with service.stream(bob) as stream:
+                await stream.update(request_id, max_output_tokens=1)
+                await stream.cancel(request_id)
+                assert (await stream.failed(request_id)).reason == "REQUEST_UNKNOWN"
+            async with service.stream(bob) as stream:  # the same payload is not the same request
+                await stream.send(start(request_id, **fields))
+                assert (await stream.failed(request_id)).reason == "REQUEST_ID_REUSED"
+        for service in world.pair:
+            async with calls(service, bob) as call:
+                for request_id in (*requests, str(uuid.uuid4())):
+                    lost = await call.refused("GetGeneration", request_id=request_id)
+                    assert (lost.code, lost.reason) == (StatusCode.NOT_FOUND, "NOT_FOUND")
+
+        # The same end user with another token, and the application with its key
+        for secret in (world.issuer.token(jti="later"), world.tenant.secret):
+            async with other.stream(secret) as joined:
+                await joined.attach(running)
+                await joined.received(running, 1)
+                await joined.attach(over)
+                assert (await joined.failed(over)).reason != "REQUEST_UNKNOWN"
+        async with one.stream(ada) as again:
+            await again.send(start(running, **requests[running]))
+            await again.received(running, 1)
+            await again.cancel(running)
+            await again.end(running)
+    for service in world.pair:
+        await service.no_hold_left(world.tenant)
+
+
+async def test_idempotency_keys_of_end_users_are_their_own(world: World) -> None:
+    """Two end users with one key over HTTP: the second one gets nothing of the first one."""
+    key = {"idempotency-key": str(uuid.uuid4())}
+    headers = [
+        {"authorization": f"Bearer {world.issuer.token(sub=each)}", **key}
+        for each in ("ada", "ada", "bob")
+    ]
+    answers = []
+    for each in headers:
+        async with (
+            aiohttp.ClientSession(headers=each) as http,
+            http.post(
+                f"{world.pair[0].openai_url}/completions",
+                json={"model": MODEL, "prompt": "a", "max_tokens": 1},
+            ) as response,
+        ):
+            answers.append((response.status, (await response.json()).get("error", {}).get("code")))
+    assert answers == [(200, None), (409, "request_settled"), (409, "request_id_reused")]
 
 
 CLAIMS = [("jti", "token-1"), ("sid", "session-1"), ("sub", "ada")]

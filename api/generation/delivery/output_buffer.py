@@ -297,6 +297,7 @@ class OutputBuffer(ABC):
     keep_s: float | None = (
         None  # how long the request runs without a subscription; None: not at all
     )
+    end_user = ""
     hold_id: uuid.UUID | None = None
     appended_token_count = in_flight_token_count = in_flight_reasoning_token_count = 0
     ready_at: float | None = None

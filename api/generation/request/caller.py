@@ -12,7 +12,7 @@ from api.access.auth import payer
 from api.core.errors import PermissionDenied
 from api.core.rate_limiter import CALL
 from api.core.texts import Violations
-from api.core.wire import LABEL_COUNT_MAX
+from api.core.wire import LABEL_COUNT_MAX, payload_hash
 from api.generation.parsing.embed_request import ValidEmbed
 from api.generation.parsing.start_frame import ValidStart
 from api.observability.spans import NO_TRACE, TraceContext
@@ -90,12 +90,14 @@ class Caller:
 def on_behalf(token: TokenTerms | None, start: Start) -> Start:
     """Return the request with the end user and the labels of the caller's token.
 
-    Raises InvalidRequest if it names another end user, or gives a label of the token another value.
+    With a client token of no end user, a request has none either. Raises InvalidRequest if it names
+    another end user, or gives a label of the token another value.
     """
-    if token is None or not (token.end_user or token.labels):
+    if token is None or not (token.end_user or token.labels or token.client_token_id):
         return start
     wrong = Violations()
-    own = start.end_user in ("", token.end_user) or not token.end_user
+    is_bound = bool(token.end_user or token.client_token_id)
+    own = start.end_user in ("", token.end_user) or not is_bound
     wrong.check(own, "end_user", "must be that of your token, or unset")
     for key, value in token.labels:
         kept = start.labels.get(key, value) == value
@@ -104,9 +106,12 @@ def on_behalf(token: TokenTerms | None, start: Start) -> Start:
     wrong.check_count(len(labels), LABEL_COUNT_MAX, "labels")
     wrong.raise_if_any()
     end_user = token.end_user or start.end_user
+    digest = start.payload_hash
+    if token.end_user:  # another end user repeats the request of nobody
+        digest = payload_hash(digest + token.end_user.encode())
     if isinstance(start, ValidStart):
-        return structs.replace(start, end_user=end_user, labels=labels)
-    return replace(start, end_user=end_user, labels=labels)
+        return structs.replace(start, payload_hash=digest, end_user=end_user, labels=labels)
+    return replace(start, payload_hash=digest, end_user=end_user, labels=labels)
 
 
 def own_end_user(principal: Principal, requested: str) -> str:
@@ -114,10 +119,9 @@ def own_end_user(principal: Principal, requested: str) -> str:
 
     Raises PermissionDenied for another one.
     """
-    own = principal.token.end_user if principal.token is not None else ""
-    if own and requested not in ("", own):
+    if requested and not principal.knows(requested):
         raise PermissionDenied(
             "Your token names an end user, and you ask about another one. Ask without `end_user`,"
             " or use an API key."
         )
-    return own or requested
+    return principal.end_user or requested

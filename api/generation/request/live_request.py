@@ -190,6 +190,7 @@ class LiveRequest:
             self.output = ReplayableBuffer(
                 subscription, start.model, flow, decision, self.update, start.keep_s, buffer
             )
+        self.output.end_user = start.end_user
         self.usage = self.output.usage
         self.watch = Stopwatch(caller.received_at, caller.auth_ms)
         self._registry = registry

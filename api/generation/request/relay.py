@@ -81,12 +81,14 @@ class Relays:
         after_seq: int,
         credit_token_count: int,
         address: Address | None = None,
+        end_user: str = "",
     ) -> None:
         """Relay the request with this key to the subscription.
 
-        `secret` and `address` are the caller's API key and address.
+        `secret` and `address` are the caller's API key and address. With `end_user`, the request
+        must be of that one.
         """
-        relay = Relay(self, subscription, key, secret, address)
+        relay = Relay(self, subscription, key, secret, address, end_user)
         relay.attach(subscription, after_seq, credit_token_count)
         relay.run_in(self._tasks)
         self._running.add(relay)
@@ -106,6 +108,7 @@ class Relays:
             after_seq=0,
             credit_token_count=output.flow.credit or 0,
             address=caller.address,
+            end_user=caller.token.end_user if caller.token is not None else "",
         )
         return True
 
@@ -143,12 +146,14 @@ class Relay:
         key: Key,
         secret: str,
         address: Address | None,
+        end_user: str,
     ) -> None:
         self._relays = relays
         self._subscription: Subscription | None = subscription
         self._key = key
         self._secret = secret
         self._address = address
+        self._end_user = end_user
         self._outgoing: deque[pb.ClientFrame] = deque()
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
@@ -244,7 +249,7 @@ class Relay:
     async def _receive(self) -> pb.ServerFrame:
         """Forward all frames, and return the last one. Raises the error that ends the relay."""
         async with self._relays.sessions() as session:
-            owner = await find_owner(session, *self._key)
+            owner = await find_owner(session, *self._key, self._end_user)
         if owner is None:
             raise UnknownRequest(
                 "Your project has no request with this request_id. Check the id, or start it."
@@ -330,7 +335,7 @@ class Relay:
         """Build the last frame from the database if the hold has ended; None if it is open."""
         try:
             async with self._relays.sessions() as session:
-                owner = await find_owner(session, *self._key)
+                owner = await find_owner(session, *self._key, self._end_user)
                 if owner is None or owner.is_held:
                     return None
                 generation = await find_generation(session, *self._key)

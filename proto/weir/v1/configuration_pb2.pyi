@@ -67,6 +67,10 @@ class OrganizationConfiguration(_message.Message):
     PRUNE_RESALE_PRICES_FIELD_NUMBER: _builtins.int
     QUEUE_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
     REGION_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    PRUNE_MEMBERS_FIELD_NUMBER: _builtins.int
+    TOKEN_ISSUERS_FIELD_NUMBER: _builtins.int
+    PRUNE_TOKEN_ISSUERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """See `Organization.name`."""
     currency_code: _builtins.str
@@ -82,6 +86,13 @@ class OrganizationConfiguration(_message.Message):
     region: _builtins.str
     """The region of the fleet that its requests do not leave: see `BindOrganization`. Empty: bound to
     none. Unset: unchanged.
+    """
+    prune_members: _builtins.bool
+    """Removes its members, and revokes its invitations, that are absent from `members`."""
+    prune_token_issuers: _builtins.bool
+    """Trusts no more its issuers that are absent from `token_issuers`, and trusts anew those whose
+    terms differ: their bound keys are replaced, and running requests of their tokens end. Without
+    it, other terms are a violation.
     """
     @_builtins.property
     def quotas(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuotaConfiguration]:
@@ -99,6 +110,16 @@ class OrganizationConfiguration(_message.Message):
     def resale_prices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResalePriceConfiguration]:
         """Its prices for its end users, each model once and all other models at most once."""
 
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberConfiguration]:
+        """Its members, each once by e-mail address. Others are invited. Members that groups of an
+        identity provider make are not of the configuration.
+        """
+
+    @_builtins.property
+    def token_issuers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIssuerConfiguration]:
+        """The issuers whose tokens it trusts, each once by issuer and audience."""
+
     def __init__(
         self,
         *,
@@ -112,10 +133,14 @@ class OrganizationConfiguration(_message.Message):
         prune_resale_prices: _builtins.bool = ...,
         queue_weight_milli: _builtins.int | None = ...,
         region: _builtins.str | None = ...,
+        members: _abc.Iterable[Global___MemberConfiguration] | None = ...,
+        prune_members: _builtins.bool = ...,
+        token_issuers: _abc.Iterable[Global___TokenIssuerConfiguration] | None = ...,
+        prune_token_issuers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_weight_milli", b"_queue_weight_milli", "_region", b"_region", "billing_profile", b"billing_profile", "queue_weight_milli", b"queue_weight_milli", "region", b"region"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_weight_milli", b"_queue_weight_milli", "_region", b"_region", "billing_profile", b"billing_profile", "currency_code", b"currency_code", "name", b"name", "projects", b"projects", "prune_quotas", b"prune_quotas", "prune_resale_prices", b"prune_resale_prices", "queue_weight_milli", b"queue_weight_milli", "quotas", b"quotas", "region", b"region", "resale_prices", b"resale_prices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_weight_milli", b"_queue_weight_milli", "_region", b"_region", "billing_profile", b"billing_profile", "currency_code", b"currency_code", "members", b"members", "name", b"name", "projects", b"projects", "prune_members", b"prune_members", "prune_quotas", b"prune_quotas", "prune_resale_prices", b"prune_resale_prices", "prune_token_issuers", b"prune_token_issuers", "queue_weight_milli", b"queue_weight_milli", "quotas", b"quotas", "region", b"region", "resale_prices", b"resale_prices", "token_issuers", b"token_issuers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__queue_weight_milli: _TypeAlias = _typing.Literal["queue_weight_milli"]  # noqa: Y015
     _WhichOneofArgType__queue_weight_milli: _TypeAlias = _typing.Literal["_queue_weight_milli", b"_queue_weight_milli"]  # noqa: Y015
@@ -127,6 +152,157 @@ class OrganizationConfiguration(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__region) -> _WhichOneofReturnType__region | None: ...
 
 Global___OrganizationConfiguration: _TypeAlias = OrganizationConfiguration  # noqa: Y015
+
+@_typing.final
+class MemberConfiguration(_message.Message):
+    """One member, or a person to invite. The invitation lasts as long as that of InviteMember by
+    default; its token is the `secret` of the change.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EMAIL_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    PROJECT_FIELD_NUMBER: _builtins.int
+    email: _builtins.str
+    """E-mail address."""
+    role: _builtins.str
+    """See `InviteMemberRequest.role`."""
+    project: _builtins.str
+    """Name of the project of the member's key. Empty: the oldest one, or that of the member."""
+    def __init__(
+        self,
+        *,
+        email: _builtins.str = ...,
+        role: _builtins.str = ...,
+        project: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["email", b"email", "project", b"project", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemberConfiguration: _TypeAlias = MemberConfiguration  # noqa: Y015
+
+@_typing.final
+class TokenIssuerConfiguration(_message.Message):
+    """One trusted issuer with the terms of its bound keys. No field holds a secret."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ISSUER_FIELD_NUMBER: _builtins.int
+    AUDIENCE_FIELD_NUMBER: _builtins.int
+    PROJECTS_FIELD_NUMBER: _builtins.int
+    ALGORITHMS_FIELD_NUMBER: _builtins.int
+    KEYS_URL_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    LEEWAY_S_FIELD_NUMBER: _builtins.int
+    LIFETIME_MAX_S_FIELD_NUMBER: _builtins.int
+    TOKEN_TYPE_FIELD_NUMBER: _builtins.int
+    REQUIRES_ID_FIELD_NUMBER: _builtins.int
+    SINGLE_USE_FIELD_NUMBER: _builtins.int
+    PROJECT_CLAIM_FIELD_NUMBER: _builtins.int
+    END_USER_CLAIM_FIELD_NUMBER: _builtins.int
+    MODELS_CLAIM_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUT_TOKENS_CLAIM_FIELD_NUMBER: _builtins.int
+    LABEL_CLAIMS_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
+    MAX_INPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    ALLOWED_NETWORKS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    issuer: _builtins.str
+    """See `TokenIssuer.issuer`."""
+    audience: _builtins.str
+    """See `TokenIssuer.audience`."""
+    keys_url: _builtins.str
+    """See `TokenIssuer.keys_url`."""
+    keys: _builtins.str
+    """See `TokenIssuer.keys`."""
+    leeway_s: _builtins.int
+    """See `TokenIssuer.leeway`; in seconds. Unset: 30."""
+    lifetime_max_s: _builtins.int
+    """See `TokenIssuer.lifetime_max`; in seconds. Unset: 3600."""
+    token_type: _builtins.str
+    """See `TokenIssuer.token_type`."""
+    requires_id: _builtins.bool
+    """See `TokenIssuer.requires_id`."""
+    single_use: _builtins.bool
+    """See `TokenIssuer.single_use`."""
+    project_claim: _builtins.str
+    """See `TokenIssuer.project_claim`."""
+    end_user_claim: _builtins.str
+    """See `TokenIssuer.end_user_claim`."""
+    models_claim: _builtins.str
+    """See `TokenIssuer.models_claim`."""
+    max_output_tokens_claim: _builtins.str
+    """See `TokenIssuer.max_output_tokens_claim`."""
+    max_input_tokens: _builtins.int
+    """Input tokens per request of the bound keys; 0: no limit."""
+    max_output_tokens: _builtins.int
+    """Output tokens per request of the bound keys; 0: no limit."""
+    group: _builtins.str
+    """Group of the bound keys. Empty: none."""
+    @_builtins.property
+    def projects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """See `CreateTokenIssuerRequest.projects`."""
+
+    @_builtins.property
+    def algorithms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """See `TokenIssuer.algorithms`."""
+
+    @_builtins.property
+    def label_claims(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """See `TokenIssuer.label_claims`."""
+
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Models of the bound keys. Empty: all."""
+
+    @_builtins.property
+    def allowed_networks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Networks that the tokens may be used from. Empty: all."""
+
+    def __init__(
+        self,
+        *,
+        issuer: _builtins.str = ...,
+        audience: _builtins.str = ...,
+        projects: _abc.Iterable[_builtins.str] | None = ...,
+        algorithms: _abc.Iterable[_builtins.str] | None = ...,
+        keys_url: _builtins.str = ...,
+        keys: _builtins.str = ...,
+        leeway_s: _builtins.int | None = ...,
+        lifetime_max_s: _builtins.int | None = ...,
+        token_type: _builtins.str = ...,
+        requires_id: _builtins.bool = ...,
+        single_use: _builtins.bool = ...,
+        project_claim: _builtins.str = ...,
+        end_user_claim: _builtins.str = ...,
+        models_claim: _builtins.str = ...,
+        max_output_tokens_claim: _builtins.str = ...,
+        label_claims: _abc.Iterable[_builtins.str] | None = ...,
+        models: _abc.Iterable[_builtins.str] | None = ...,
+        max_input_tokens: _builtins.int = ...,
+        max_output_tokens: _builtins.int = ...,
+        allowed_networks: _abc.Iterable[_builtins.str] | None = ...,
+        group: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_leeway_s", b"_leeway_s", "_lifetime_max_s", b"_lifetime_max_s", "leeway_s", b"leeway_s", "lifetime_max_s", b"lifetime_max_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leeway_s", b"_leeway_s", "_lifetime_max_s", b"_lifetime_max_s", "algorithms", b"algorithms", "allowed_networks", b"allowed_networks", "audience", b"audience", "end_user_claim", b"end_user_claim", "group", b"group", "issuer", b"issuer", "keys", b"keys", "keys_url", b"keys_url", "label_claims", b"label_claims", "leeway_s", b"leeway_s", "lifetime_max_s", b"lifetime_max_s", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "max_output_tokens_claim", b"max_output_tokens_claim", "models", b"models", "models_claim", b"models_claim", "project_claim", b"project_claim", "projects", b"projects", "requires_id", b"requires_id", "single_use", b"single_use", "token_type", b"token_type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__leeway_s: _TypeAlias = _typing.Literal["leeway_s"]  # noqa: Y015
+    _WhichOneofArgType__leeway_s: _TypeAlias = _typing.Literal["_leeway_s", b"_leeway_s"]  # noqa: Y015
+    _WhichOneofReturnType__lifetime_max_s: _TypeAlias = _typing.Literal["lifetime_max_s"]  # noqa: Y015
+    _WhichOneofArgType__lifetime_max_s: _TypeAlias = _typing.Literal["_lifetime_max_s", b"_lifetime_max_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__leeway_s) -> _WhichOneofReturnType__leeway_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lifetime_max_s) -> _WhichOneofReturnType__lifetime_max_s | None: ...
+
+Global___TokenIssuerConfiguration: _TypeAlias = TokenIssuerConfiguration  # noqa: Y015
 
 @_typing.final
 class ResalePriceConfiguration(_message.Message):
@@ -552,7 +728,9 @@ class ConfigurationChange(_message.Message):
         ACTION_UPDATE: ConfigurationChange._Action.ValueType  # 2
         """Change some of its fields."""
         ACTION_DELETE: ConfigurationChange._Action.ValueType  # 3
-        """Remove a limit, end a resale price, or revoke a key."""
+        """Remove a limit or a member, end a resale price, revoke a key or an invitation, or trust an
+        issuer no more.
+        """
         ACTION_KEEP: ConfigurationChange._Action.ValueType  # 4
         """None: it exists, the configuration does not name it, and it stays."""
 
@@ -566,7 +744,9 @@ class ConfigurationChange(_message.Message):
     ACTION_UPDATE: ConfigurationChange.Action.ValueType  # 2
     """Change some of its fields."""
     ACTION_DELETE: ConfigurationChange.Action.ValueType  # 3
-    """Remove a limit, end a resale price, or revoke a key."""
+    """Remove a limit or a member, end a resale price, revoke a key or an invitation, or trust an
+    issuer no more.
+    """
     ACTION_KEEP: ConfigurationChange.Action.ValueType  # 4
     """None: it exists, the configuration does not name it, and it stays."""
 
@@ -580,17 +760,17 @@ class ConfigurationChange(_message.Message):
     action: Global___ConfigurationChange.Action.ValueType
     """Action."""
     kind: _builtins.str
-    """Kind of the object: "organization", "billing_profile", "project", "key", "quota", "price" or
-    "resale_price".
+    """Kind of the object: "organization", "billing_profile", "project", "key", "quota", "price",
+    "resale_price", "member", "invitation" or "token_issuer".
     """
     path: _builtins.str
     """Path of the object: "acme", "acme/search", "acme/search/laptop"; for a price the model and its
-    customer. A quota has the path of its subject.
+    customer. A quota has the path of its subject; a member that of its organization and address.
     """
     api_key_prefix: _builtins.str
     """The first characters of a key. For a new key only after its creation."""
     secret: _builtins.str
-    """Secret of a new key, returned only when it is created."""
+    """Secret of a new key, or token of a new invitation, returned only when it is created."""
     @_builtins.property
     def quota(self) -> Global___QuotaConfiguration:
         """Identity of a quota: dimension, `window_minutes`, model, `for_new_keys`, `for_each`, `end_user`

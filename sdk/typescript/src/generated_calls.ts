@@ -581,6 +581,11 @@ export interface CreateTokenIssuerOptions extends CallOptionsOf {
   readonly group?: string | undefined;
   /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
   readonly requestId?: string | undefined;
+  /**
+   * True if each token is good for one call: the second one is refused, even on another server.
+   * True implies `requires_id`.
+   */
+  readonly singleUse?: boolean | undefined;
 }
 
 /** Options of `deleteTokenIssuer`. */
@@ -1856,6 +1861,7 @@ export class AdminCalls extends UnaryClient {
       allowedNetworks: options.allowedNetworks && [...options.allowedNetworks],
       group: options.group,
       requestId: options.requestId ?? randomUUID(),
+      singleUse: options.singleUse,
     });
     const method = AdminService.method.createTokenIssuer;
     const response = await this.connection.call(method, init, options);

@@ -1811,13 +1811,13 @@ export interface ConfigurationChange {
   /** Action. */
   readonly action: ChangeAction;
   /**
-   * Kind of the object: "organization", "billing_profile", "project", "key", "quota", "price" or
-   * "resale_price".
+   * Kind of the object: "organization", "billing_profile", "project", "key", "quota", "price",
+   * "resale_price", "member", "invitation" or "token_issuer".
    */
   readonly kind: string;
   /**
    * Path of the object: "acme", "acme/search", "acme/search/laptop"; for a price the model and its
-   * customer. A quota has the path of its subject.
+   * customer. A quota has the path of its subject; a member that of its organization and address.
    */
   readonly path: string;
   /**
@@ -1829,7 +1829,7 @@ export interface ConfigurationChange {
   readonly fields: readonly FieldChange[];
   /** The first characters of a key. For a new key only after its creation. */
   readonly apiKeyPrefix: string;
-  /** Secret of a new key, returned only when it is created. */
+  /** Secret of a new key, or token of a new invitation, returned only when it is created. */
   readonly secret: string;
 }
 
@@ -2096,6 +2096,8 @@ export interface TokenIssuer {
   readonly projects: readonly TokenProject[];
   /** When it was trusted. */
   readonly createTime: Date | undefined;
+  /** True if each token is good for one call: the second one is refused, even on another server. */
+  readonly singleUse: boolean;
 }
 
 /** Tokens of an issuer that are refused before they expire. */

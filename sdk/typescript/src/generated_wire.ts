@@ -1602,6 +1602,7 @@ export function tokenIssuer(
     labelClaims: value.labelClaims,
     projects: value.projects.map((each) => tokenProject(each)),
     createTime: date(value.createTime),
+    singleUse: value.singleUse,
   };
 }
 

@@ -38,6 +38,12 @@ VERBS = (
     (ChangeAction.UPDATE, "change"),
     (ChangeAction.DELETE, "remove"),
 )
+# Effects on what runs, beside the change itself
+EFFECTS = {
+    ("key", ChangeAction.DELETE): "  is revoked, and its running requests end",
+    ("member", ChangeAction.DELETE): "  with the keys of that person",
+    ("token_issuer", ChangeAction.DELETE): "  with its keys, and running requests end",
+}
 DONE = {"create": "created", "change": "changed", "remove": "removed"}
 TIMEOUT_S = 120.0  # thousands of changes in one transaction
 
@@ -55,8 +61,7 @@ def block(change: ConfigurationChange) -> Text:
 
     sign, color = SIGNS[change.action]
     made = Text(f"{sign} {title(change)}", style=color)
-    if change.kind == "key" and change.action is ChangeAction.DELETE:
-        made.append("  is revoked, and its running requests end")
+    made.append(EFFECTS.get((change.kind, change.action), ""))
     rows = [(each.field, value(each.before_json), value(each.after_json)) for each in change.fields]
     shown = [
         (
@@ -125,7 +130,8 @@ def apply(
         bool,
         typer.Option(
             "--prune",
-            help="Remove limits and resale prices, and revoke keys, that the file's lists lack.",
+            help="Remove limits, members, resale prices and trusted issuers, and revoke keys, that"
+            " the file's lists lack.",
         ),
     ] = False,
     exit_code: Annotated[

@@ -41,6 +41,7 @@ from weir_cli.texts import WINDOW_MINUTES_MAX, percents_text
 from weir_cli.yaml_files import FileError, NotYaml, StrictReader, compose, joined
 
 VERSION = "1"
+LEEWAY_S_MAX, LIFETIME_S_MAX = 300, 86_400
 QUOTA = Section(
     {
         "dimension": dimension("dimension"),
@@ -93,6 +94,26 @@ RESALE_PRICE = Section(
     required=(),
 )
 
+MEMBER = Section(
+    {"email": text("email"), "role": text("role"), "project": text("project")},
+    required=("email", "role"),
+)
+
+TOKEN_ISSUER = Section(
+    {
+        "issuer": text("issuer"),
+        "audience": text("audience"),
+        "projects": Words("projects"),
+        "keys": text("keys"),
+        "leeway_s": count("leeway_s", LEEWAY_S_MAX, 0),
+        "lifetime_max_s": count("lifetime_max_s", LIFETIME_S_MAX),
+        **entries(TERMS["token issuer"]),
+        "allowed_networks": Words("allowed_networks"),
+        "group": text("group"),
+    },
+    required=("issuer", "audience", "projects"),
+)
+
 ORGANIZATION = Section(
     {
         "name": text("name"),
@@ -103,6 +124,8 @@ ORGANIZATION = Section(
         "resale_prices": Sections("resale_prices", RESALE_PRICE, prune="prune_resale_prices"),
         "quotas": QUOTAS,
         "projects": Sections("projects", PROJECT),
+        "members": Sections("members", MEMBER, prune="prune_members"),
+        "token_issuers": Sections("token_issuers", TOKEN_ISSUER, prune="prune_token_issuers"),
     },
     required=("name",),
 )
@@ -167,6 +190,9 @@ SECTIONS = {
     "quota": QUOTA,
     "price": PRICE,
     "resale_price": RESALE_PRICE,
+    "member": MEMBER,
+    "invitation": MEMBER,
+    "token_issuer": TOKEN_ISSUER,
 }
 
 

@@ -176,11 +176,11 @@ def amount(name: str) -> Scalar:
     )
 
 
-def count(name: str, maximum: int = INT64_MAX) -> Scalar:
+def count(name: str, maximum: int = INT64_MAX, minimum: int = 1) -> Scalar:
     def read(given: str, _: Texts) -> int:
         number = parse_amount(given)
-        if not 1 <= number <= maximum or number != number.to_integral_value():
-            raise ValueError(f"write a whole number from 1 to {maximum:,}")
+        if not minimum <= number <= maximum or number != number.to_integral_value():
+            raise ValueError(f"write a whole number from {minimum} to {maximum:,}")
         return int(number)
 
     return Scalar(name, read, lambda value, _: f"{int(value):_}", "int")

@@ -144,6 +144,12 @@ TERMS = {
             "Refuse tokens without `jti`. Default: accept them.",
             "--require-id/--no-require-id",
         ),
+        Term(
+            "single_use",
+            "switch",
+            "Accept each token for one call only. Default: until it expires.",
+            "--single-use/--no-single-use",
+        ),
         Term("project_claim", "text", "Claim whose value chooses among the projects."),
         Term("end_user_claim", "text", "Claim that names the end user, such as sub."),
         Term("models_claim", "text", "Claim with the allowed models."),

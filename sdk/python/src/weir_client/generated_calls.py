@@ -1117,6 +1117,7 @@ class AsyncAdminCalls(UnaryClient):
         allowed_networks: Sequence[str] = (),
         group: str = "",
         request_id: str | None = None,
+        single_use: bool = False,
     ) -> TokenIssuer:
         """Trusts an issuer: its tokens authenticate callers of an organization from now on.
 
@@ -1150,6 +1151,8 @@ class AsyncAdminCalls(UnaryClient):
         `allowed_networks`: Networks that the tokens may be used from. Empty: all.
         `group`: Group of the bound keys. Empty: none.
         `request_id`: Idempotency key: see the service. Not a UUID: InvalidRequest.
+        `single_use`: True if each token is good for one call: the second one is refused, even on
+            another server. True implies `requires_id`.
         """
         request = wire.request(
             tokens_pb2.CreateTokenIssuerRequest,
@@ -1175,6 +1178,7 @@ class AsyncAdminCalls(UnaryClient):
             allowed_networks=allowed_networks,
             group=group,
             request_id=request_id or str(uuid.uuid4()),
+            single_use=single_use,
         )
         response = await self._call(self._stub.CreateTokenIssuer, request)
         return wire.read(TokenIssuer, response.token_issuer)

@@ -1928,7 +1928,8 @@ class ChangeAction(StrEnum):
     UPDATE = "update"
     """Change some of its fields."""
     DELETE = "delete"
-    """Remove a limit, end a resale price, or revoke a key."""
+    """Remove a limit or a member, end a resale price, revoke a key or an invitation, or trust an
+    issuer no more."""
     KEEP = "keep"
     """None: it exists, the configuration does not name it, and it stays."""
 
@@ -1952,11 +1953,12 @@ class ConfigurationChange(Value):
     action: ChangeAction = ChangeAction.UNSPECIFIED
     """Action."""
     kind: str = ""
-    """Kind of the object: "organization", "billing_profile", "project", "key", "quota", "price" or
-    "resale_price"."""
+    """Kind of the object: "organization", "billing_profile", "project", "key", "quota", "price",
+    "resale_price", "member", "invitation" or "token_issuer"."""
     path: str = ""
     """Path of the object: "acme", "acme/search", "acme/search/laptop"; for a price the model and
-    its customer. A quota has the path of its subject."""
+    its customer. A quota has the path of its subject; a member that of its organization and
+    address."""
     fields: tuple[FieldChange, ...] = ()
     """Changed fields; all fields of a new object."""
     quota: dict[str, object] = field(default_factory=dict)
@@ -1965,7 +1967,7 @@ class ConfigurationChange(Value):
     api_key_prefix: str = ""
     """The first characters of a key. For a new key only after its creation."""
     secret: str = field(default="", repr=False)
-    """Secret of a new key, returned only when it is created."""
+    """Secret of a new key, or token of a new invitation, returned only when it is created."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -2255,6 +2257,9 @@ class TokenIssuer(Value):
     """The projects with their bound keys."""
     create_time: datetime | None = None
     """When it was trusted."""
+    single_use: bool = False
+    """True if each token is good for one call: the second one is refused, even on another
+    server."""
 
 
 @dataclass(frozen=True, slots=True)
