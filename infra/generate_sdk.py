@@ -64,6 +64,7 @@ NAMES = {
     "ListReplicasResponse": "ReplicaList",
     "MonthDocumentFormat": "DocumentFormat",
     "PrepaidCreditSummary": "PrepaidCredit",
+    "PreviewQuotaResponse": "QuotaPreview",
     "QuoteResponse": "Quote",
     "RemoveMemberResponse": "RemovedMember",
     "ResendInvitationResponse": "ResentInvitation",
@@ -196,6 +197,7 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "RevokeApiKey": "api_key",
         "ListApiKeys": "organization?",
         "SetQuota": "subject subject_ref dimension limit_value",
+        "PreviewQuota": "subject subject_ref dimension limit_value",
         "OverrideQuota": "quota_id limit_value expire_time reason",
         "SetPrice": (
             "model *input_picos_per_token *cached_input_picos_per_token *output_picos_per_token"
