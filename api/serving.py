@@ -91,6 +91,7 @@ from metering.holds.lease_clock import boot_time_s
 from metering.holds.preauthorized_holds import GraceTerms
 from metering.holds.recovery import recover_journals
 from metering.holds.usage_notices import UsageNotices
+from metering.quotas.quota_preview import Slices
 from metering.receipts.signing import Signer, load_signer
 from metering.store.db import (
     Sessions,
@@ -333,6 +334,7 @@ class Server:
 
     def _servicers(self) -> Servicers:
         """Build the gRPC services for clients."""
+        leases = self.settings.leases
         admin = AdminServicer(
             self.router,
             self.authenticator,
@@ -347,6 +349,7 @@ class Server:
                 self.settings.access.private_issuers,
                 lambda: self.console_url,
             ),
+            slices=Slices(leases.slice_tokens, leases.min_tokens),
         )
         is_hashed = self.settings.receipt_subjects == "hashed"
         receipts = HashedReceiptServicer if is_hashed else ReceiptServicer

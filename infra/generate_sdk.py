@@ -65,6 +65,7 @@ NAMES = {
     "MonthDocumentFormat": "DocumentFormat",
     "PrepaidCreditSummary": "PrepaidCredit",
     "ErasePersonResponse": "ErasedPerson",
+    "PreviewQuotaResponse": "QuotaPreview",
     "QuoteResponse": "Quote",
     "RemoveMemberResponse": "RemovedMember",
     "ResendInvitationResponse": "ResentInvitation",
@@ -204,6 +205,7 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "RevokeApiKey": "api_key",
         "ListApiKeys": "organization?",
         "SetQuota": "subject subject_ref dimension limit_value",
+        "PreviewQuota": "subject subject_ref dimension limit_value",
         "OverrideQuota": "quota_id limit_value expire_time reason",
         "SetPrice": (
             "model *input_picos_per_token *cached_input_picos_per_token *output_picos_per_token"

@@ -55,7 +55,9 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
         allowed("keys.create", DEVELOPERS, "CreateApiKey"),
         allowed("keys.change", DEVELOPERS, "RotateApiKey", "UpdateApiKey", "RevokeApiKey"),
         allowed("keys.read", MEMBERS, "ListApiKeys"),
-        allowed("quotas.set", ADMINS, "SetQuota", "OverrideQuota", "DeleteQuota"),
+        allowed(
+            "quotas.set", ADMINS, *("SetQuota", "PreviewQuota", "OverrideQuota", "DeleteQuota")
+        ),
         allowed("quotas.read", MEMBERS, "ListQuotas"),
         allowed("prices.set", OPERATOR, "SetPrice", "WithdrawPrice", "SimulatePrices"),
         allowed("prices.read", MEMBERS, "ListPrices"),

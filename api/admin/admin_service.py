@@ -6,6 +6,7 @@ Each RPC requires an admin key and is one transaction; client-made ids make retr
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ from metering.core import audit
 from metering.core.models import AuditEntry
 from metering.core.pages import PAGE_SIZE_MAX
 from metering.invoicing.invoice_document import Issuer
+from metering.quotas.quota_preview import Slices
 from metering.quotas.quota_states import subject_names
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
@@ -273,12 +275,13 @@ class AdminServicer(
         fleet: RunningFleet,
         in_thread: InThread = at_once,
         addresses: Addresses,
+        slices: Slices,
     ) -> None:
         """`signer` signs the receipts of requests that `ExpireOverdueHolds` ends; with None, they
         get no receipt. `issuer` names the fonts with which billing profiles must be printable.
 
-        `fleet` is that of this process. `in_thread` runs the parsing of a document, like
-        `RequestRegistry.in_thread`.
+        `fleet` is that of this process, and `slices` those that its requests lease. `in_thread`
+        runs the parsing of a document, like `RequestRegistry.in_thread`.
         """
         super().__init__(authenticator, sessions)
         self._router = router
@@ -286,6 +289,8 @@ class AdminServicer(
         self._signer = signer
         self._issuer = issuer
         self._fleet = fleet
+        self._slices = slices
+        self._previews = asyncio.Semaphore(1)
         self._in_thread = in_thread
         self._private_webhooks = addresses.private_webhooks
         self._private_issuers = addresses.private_issuers

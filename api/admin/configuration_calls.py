@@ -57,6 +57,8 @@ NAMES = {
 }
 
 
+# Messages that state a limit.
+QuotaMessage = pb.SetQuotaRequest | pb.PreviewQuotaRequest | configuration_pb2.QuotaConfiguration
 Quotas = tuple[tuple[QuotaKey, QuotaSpec], ...]
 
 
@@ -255,7 +257,7 @@ class Parsing:
 
 
 def stated_terms(
-    message: pb.SetQuotaRequest | configuration_pb2.QuotaConfiguration,
+    message: QuotaMessage,
 ) -> dict[str, Any]:
     """Read the terms of a limit that a message states, by name."""
     terms = wire.stated_terms(message, QuotaTerms)
@@ -339,9 +341,7 @@ def quota_message(quota: tuple[QuotaKey, QuotaSpec]) -> configuration_pb2.QuotaC
     return wire.message_of(kind, spec, **_identity(key), **terms, override_end_time=until)
 
 
-def quota_key(
-    dimension: QuotaDimension, message: pb.SetQuotaRequest | configuration_pb2.QuotaConfiguration
-) -> QuotaKey:
+def quota_key(dimension: QuotaDimension, message: QuotaMessage) -> QuotaKey:
     """Read what identifies a limit among those of its subject."""
     return record_of(QuotaKey, message, dimension=dimension)
 

@@ -128,9 +128,21 @@ def proposed_plan(path: str, message: plan_pb.PlanConfiguration) -> simulation.P
 
 
 def simulated_message(customer: simulation.SimulatedCustomer) -> plan_pb.SimulatedCustomer:
-    old, new = customer.old_picos, customer.new_picos
-    amounts = {"old_amount": old, "new_amount": new, "difference": new - old}
-    return wire.message_of(plan_pb.SimulatedCustomer, customer, **amounts)
+    code = customer.currency_code
+    return wire.message_of(
+        plan_pb.SimulatedCustomer,
+        customer,
+        **amounts_of(customer),
+        models=[
+            wire.message_of(plan_pb.SimulatedModel, each, code, **amounts_of(each))
+            for each in customer.models
+        ],
+    )
+
+
+def amounts_of(part: simulation.SimulatedCustomer | simulation.SimulatedModel) -> dict[str, int]:
+    old, new = part.old_picos, part.new_picos
+    return {"old_amount": old, "new_amount": new, "difference": new - old}
 
 
 def version_message(version: ModelPrice, names: Mapping[uuid.UUID, str]) -> price_pb.PriceVersion:

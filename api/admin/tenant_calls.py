@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from weir.v1.types_pb2 import QuotaStatus
 from api.access.pages import read_page
 from api.access.permissions import check_may_give, check_permissions
 from api.access.roles import is_operator
-from api.access.servicer import AuthenticatedServicer, CallerTransaction, once, removed
+from api.access.servicer import AuthenticatedServicer, CallerTransaction, once, removed, sessions_of
 from api.admin.configuration_calls import quota_key, stated_terms
 from api.admin.member_calls import check_rotates, owner_of_new_key
 from api.core import wire
@@ -24,15 +25,24 @@ from api.core.messages import effective_quota_statuses, parse_billing_profile, q
 from inference.routing.router import Router
 from metering import closures
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import Organization, Project, values_of
+from metering.core.models import (
+    Organization,
+    Project,
+    QuotaKey,
+    QuotaSubject,
+    QuotaTerms,
+    Suspension,
+    values_of,
+)
 from metering.invoicing.documents import check_shown
 from metering.invoicing.invoice_document import Issuer
 from metering.plans.prepaid import RemainingCredit
 from metering.quotas import quota_admin, quota_states
 from metering.quotas.erasure import Erasure
+from metering.quotas.quota_preview import Slices, preview_quota
 from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import QuotaState
-from metering.store.db import database_now
+from metering.store.db import database_now, patience, read_one_moment
 from metering.tenants import admin_requests, api_keys, suspensions, tenants
 from metering.tenants.api_keys import KeyOwner, find_api_key
 from metering.tenants.billing_profiles import (
@@ -57,6 +67,8 @@ ALLOW_ALL = {
     "models": ("all_models", "models"),
     "allowed_networks": ("all_networks", "networks"),
 }
+
+PREVIEW_STATEMENT_MAX_S = 120.0  # to sort a million requests by time
 
 # Whether the keys of a state have ended; None for those of all states.
 KEY_STATES: Mapping[int, bool | None] = {
@@ -500,32 +512,66 @@ class QuotaCalls(AuthenticatedServicer):
     """RPCs for quotas."""
 
     _router: Router
+    _slices: Slices
+    _previews: asyncio.Semaphore
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.SetQuotaResponse:
+        async with self._acting(context) as acting:
+            subject, key = self._limit(request)
+            state = await quota_admin.set_quota(
+                acting.session,
+                subject=subject,
+                subject_ref=request.subject_ref,
+                key=replace(key, set_by_organization=not is_operator(acting.principal)),
+                terms=partial(replace, **stated_terms(request)),
+                actor=acting.actor,
+            )
+            return pb.SetQuotaResponse(quota=await self._status(acting.session, state))
+
+    async def PreviewQuota(
+        self, request: pb.PreviewQuotaRequest, context: Context
+    ) -> pb.PreviewQuotaResponse:
+        """Replay past requests under a limit, one preview at a time."""
+        caller = await self._caller(context)
+        subject, key = self._limit(request)
+        async with self._previews, sessions_of(caller, self._sessions)() as session:
+            await read_one_moment(session, PREVIEW_STATEMENT_MAX_S)
+            with patience(PREVIEW_STATEMENT_MAX_S):
+                found = await preview_quota(
+                    session,
+                    subject=subject,
+                    subject_ref=request.subject_ref,
+                    key=key,
+                    terms=QuotaTerms(**stated_terms(request)),
+                    slices=self._slices,
+                    starts_at=wire.given_time(request, "start_time"),
+                    ends_at=wire.given_time(request, "end_time"),
+                )
+        return wire.message_of(
+            pb.PreviewQuotaResponse,
+            found,
+            start_time=found.starts_at,
+            end_time=found.ends_at,
+            first_refusal_time=found.first_refused_at,
+            days=[wire.message_of(pb.PreviewedDay, each, day=each.name) for each in found.days],
+            members=[wire.message_of(pb.PreviewedMember, each) for each in found.members],
+        )
+
+    def _limit(
+        self, request: pb.SetQuotaRequest | pb.PreviewQuotaRequest
+    ) -> tuple[QuotaSubject, QuotaKey]:
+        """Read what a limit is set on. Raises: InvalidValue, ModelUnknown."""
         subject, dimension = (
             wire.SUBJECTS_BY_NUMBER.get(request.subject),
             wire.DIMENSIONS_BY_NUMBER.get(request.dimension),
         )
-        async with self._acting(context) as acting:
-            session, actor = acting.session, acting.actor
-            if subject is None:
-                raise InvalidValue("subject", "must be an organization, a project or an API key")
-            if dimension is None:
-                raise InvalidValue("dimension", "is required: name the dimension of the quota")
-            if request.model:
-                self._router.check_canonical_name(request.model)
-            state = await quota_admin.set_quota(
-                session,
-                subject=subject,
-                subject_ref=request.subject_ref,
-                key=replace(
-                    quota_key(dimension, request),
-                    set_by_organization=not is_operator(acting.principal),
-                ),
-                terms=partial(replace, **stated_terms(request)),
-                actor=actor,
-            )
-            return pb.SetQuotaResponse(quota=await self._status(session, state))
+        if subject is None:
+            raise InvalidValue("subject", "must be an organization, a project or an API key")
+        if dimension is None:
+            raise InvalidValue("dimension", "is required: name the dimension of the quota")
+        if request.model:
+            self._router.check_canonical_name(request.model)
+        return subject, quota_key(dimension, request)
 
     async def _status(self, session: AsyncSession, state: QuotaState) -> QuotaStatus:
         """Convert a quota to a message, with the id of a stricter quota that overrules it."""

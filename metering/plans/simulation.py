@@ -10,7 +10,7 @@ difference.
 from __future__ import annotations
 
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -60,6 +60,7 @@ ORDER BY o.name, o.id, p.id
 """)
 # One statement reads a month of millions of events.
 TIMEOUT = text("SET LOCAL statement_timeout = '5min'")
+ROWS_AT_ONCE = 500  # read between two turns of the event loop, in some milliseconds
 RATE_OF = {kind: RATES.index(price) for kind, (_, price) in COUNTS_OF_EVENT.items()}
 
 
@@ -74,8 +75,21 @@ class ProposedPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class SimulatedModel:
+    """Part of a customer's amounts; `model` is empty for plan lines of all models together."""
+
+    model: str
+    token_count: int
+    old_picos: int
+    new_picos: int
+
+
+@dataclass(frozen=True, slots=True)
 class SimulatedCustomer:
-    """A customer's actual and simulated amount for a month, including plan lines, in picos."""
+    """A customer's actual and simulated amount for a month, including plan lines, in picos.
+
+    Those of `models` add up to them.
+    """
 
     organization_id: uuid.UUID
     organization_name: str
@@ -85,6 +99,7 @@ class SimulatedCustomer:
     new_picos: int
     old_plan: str
     new_plan: str
+    models: tuple[SimulatedModel, ...] = ()
 
 
 # By model, currency, organization ("" for the list) and tier.
@@ -116,24 +131,33 @@ async def simulate(
     }
     usage: defaultdict[tuple[uuid.UUID, str, str], list[MonthUsage]] = defaultdict(list)
     own: set[int] = set()
-    for row in await session.execute(USED, parameters):
-        usage[row.organization_id, row.name, row.currency_code].append(record_of(MonthUsage, row))
-        if row.is_own:
-            own.add(row.price_version)
+    found = await session.stream(USED, parameters)
+    async for rows_read in found.partitions(ROWS_AT_ONCE):
+        for row in rows_read:
+            owner_key = row.organization_id, row.name, row.currency_code
+            usage[owner_key].append(record_of(MonthUsage, row))
+            if row.is_own:
+                own.add(row.price_version)
     customers = []
     for (owner_id, name, currency_code), rows in usage.items():
         present = await plan_in_force(session, owner_id, begins.date())
         chosen = plan_for(name, currency_code, plans)
         rules = NO_PLAN if present is None else present.rules
         proposed_usage = [repriced(row, name, currency_code, proposed, own) for row in rows]
+        models = by_model(
+            rows,
+            model_amounts(rules, rows),
+            model_amounts(rules if chosen is None else chosen.rules, proposed_usage),
+        )
         customers.append(
             SimulatedCustomer(
                 organization_id=owner_id,
                 organization_name=name,
                 currency_code=currency_code,
-                token_count=sum(row.token_count for row in rows),
-                old_picos=month_amount(rules, rows),
-                new_picos=month_amount(rules if chosen is None else chosen.rules, proposed_usage),
+                token_count=sum(each.token_count for each in models),
+                old_picos=sum(each.old_picos for each in models),
+                new_picos=sum(each.new_picos for each in models),
+                models=models,
                 old_plan="" if present is None else present.name,
                 new_plan=(
                     chosen.name if chosen is not None else "" if present is None else present.name
@@ -157,11 +181,23 @@ def repriced(
     return row
 
 
-def month_amount(rules: PlanRules, usage: Sequence[MonthUsage]) -> int:
-    """Compute the month's total, including plan lines."""
-    return sum(row.amount_picos for row in usage) + sum(
-        line.amount_picos for line in plan_lines(rules, usage)
-    )
+def model_amounts(rules: PlanRules, usage: Sequence[MonthUsage]) -> Counter[str]:
+    """Compute a month's amounts by model, including plan lines; "" for those of all models."""
+    amounts: Counter[str] = Counter()
+    for each in (*usage, *plan_lines(rules, usage)):
+        amounts[each.model] += each.amount_picos
+    return amounts
+
+
+def by_model(
+    usage: Sequence[MonthUsage], old: Counter[str], new: Counter[str]
+) -> tuple[SimulatedModel, ...]:
+    """Put the amounts of each model side by side, sorted by name."""
+    tokens: Counter[str] = Counter()
+    for row in usage:
+        tokens[row.model] += row.token_count
+    names = sorted(tokens.keys() | old.keys() | new.keys(), key=lambda name: (not name, name))
+    return tuple(SimulatedModel(each, tokens[each], old[each], new[each]) for each in names)
 
 
 def plan_for(name: str, currency_code: str, plans: Sequence[ProposedPlan]) -> ProposedPlan | None:

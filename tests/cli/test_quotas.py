@@ -48,6 +48,35 @@ def test_weights_watching_and_limits_for_new_keys_are_sent(weir: Run, server: Sc
     ]
 
 
+def test_a_limit_is_previewed_instead_of_set(weir: Run, server: ScriptedWeir) -> None:
+    counts = {"request_count": 1200, "refused_count": 30, "shortened_count": 2}
+    server.accounts.replies["PreviewQuota"] = admin_pb.PreviewQuotaResponse(
+        **counts,
+        days=[admin_pb.PreviewedDay(day="2026-11-20", **counts)],
+        members=[admin_pb.PreviewedMember(name="alice", **counts)],
+        member_count=1,
+        refused_member_count=1,
+    )
+
+    shown = weir("quota set cost-per-day 2.5 --org acme --each end-user --preview --watch")
+    refused = weir("quota set cost-per-day 2.5 --org acme --new-keys --preview")
+
+    assert server.accounts.requests == [
+        admin_pb.PreviewQuotaRequest(
+            subject=types_pb2.QUOTA_SUBJECT_ORGANIZATION,
+            subject_ref="acme",
+            dimension=types_pb2.QUOTA_DIMENSION_COST_PICOS_PER_DAY,
+            limit_value=2_500_000_000_000,
+            for_each="end_user",
+        )
+    ]
+    text = shown.stdout + shown.stderr
+    assert "2026-11-20 1,200 30 2" in " ".join(text.split())
+    assert "alice 1,200 30 2" in " ".join(text.split())
+    assert "30 of 1,200 requests" in text
+    assert "--new-keys" in refused.stderr
+
+
 def test_end_users_labels_and_selectors_are_sent(weir: Run, server: ScriptedWeir) -> None:
     common = "quota set requests-per-minute 100"
     for options in (

@@ -55,7 +55,8 @@ RENAMINGS = {"UpdateOrganization", "UpdateProject"}
 OF_KEYS = {"CreateApiKey", "RotateApiKey", "UpdateApiKey", "RevokeApiKey"}
 OF_ADMINS = {
     *("UpdateProject", "SuspendProject", "ResumeProject"),
-    *("CreateProject", "SetQuota", "OverrideQuota", "DeleteQuota", "ListAuditEntries"),
+    *("CreateProject", "SetQuota", "PreviewQuota", "OverrideQuota", "DeleteQuota"),
+    "ListAuditEntries",
     *("CreateTokenIssuer", "DeleteTokenIssuer", "RevokeTokens"),
     "ExportAuditEntries",
     *("SetAlertWebhook", "ListAlertWebhooks", "DeleteAlertWebhook", "TestAlertWebhook"),

@@ -195,6 +195,10 @@ async def test_a_simulation_rates_the_month_again_and_changes_nothing(service: S
             [customer] = await admin.simulate_prices(THIS_MONTH, proposal, organization=tenant.name)
             difference = customer.new_amount.picos - customer.old_amount.picos
             assert customer.difference.picos == difference
+            for name in ("old_amount", "new_amount", "difference"):
+                parts = sum(getattr(each, name).picos for each in customer.models)
+                assert parts == getattr(customer, name).picos
+            assert {each.model for each in customer.models} <= {MODEL, ""}
             return customer.old_amount.picos, customer.new_amount.picos
 
         old, cheap = COST + 1_800 + 900, 10 * 2 + 4 * 4

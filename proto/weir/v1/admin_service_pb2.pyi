@@ -1806,6 +1806,243 @@ class SetQuotaResponse(_message.Message):
 Global___SetQuotaResponse: _TypeAlias = SetQuotaResponse  # noqa: Y015
 
 @_typing.final
+class PreviewQuotaRequest(_message.Message):
+    """Previews a limit, given as in `SetQuotaRequest`. More than a million requests to admit again:
+    INVALID_ARGUMENT.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    SUBJECT_REF_FIELD_NUMBER: _builtins.int
+    DIMENSION_FIELD_NUMBER: _builtins.int
+    LIMIT_VALUE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    INPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
+    CACHED_INPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
+    OUTPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
+    FOR_EACH_FIELD_NUMBER: _builtins.int
+    END_USER_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    WINDOW_MINUTES_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    subject: _types_pb2.QuotaSubject.ValueType
+    """See `SetQuotaRequest.subject`."""
+    subject_ref: _builtins.str
+    """See `SetQuotaRequest.subject_ref`."""
+    dimension: _types_pb2.QuotaDimension.ValueType
+    """What the limit counts, and over which window of time."""
+    limit_value: _builtins.int
+    """The limit, 0 or more."""
+    model: _builtins.str
+    """Limited model; empty: all models together. Unknown: NOT_FOUND."""
+    input_weight_milli: _builtins.int
+    """Thousandths that an uncached input token counts. Unset: 1000."""
+    cached_input_weight_milli: _builtins.int
+    """Thousandths that a cached input token counts. Unset: 1000."""
+    output_weight_milli: _builtins.int
+    """Thousandths that an output token counts. Unset: 1000."""
+    for_each: _builtins.str
+    """See `SetQuotaRequest.for_each`. For "key:GROUP", the keys that are in the group now."""
+    end_user: _builtins.str
+    """Only this end user."""
+    label: _builtins.str
+    """Only the requests with this label, "KEY=VALUE"."""
+    window_minutes: _builtins.int
+    """Length of a rolling window in minutes. See `SetQuotaRequest.window_minutes`."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """First moment of the preview. Unset: seven days before `end_time`. More than 31 days before it:
+        INVALID_ARGUMENT.
+        """
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """End of the preview. Unset, or in the future: now."""
+
+    def __init__(
+        self,
+        *,
+        subject: _types_pb2.QuotaSubject.ValueType = ...,
+        subject_ref: _builtins.str = ...,
+        dimension: _types_pb2.QuotaDimension.ValueType = ...,
+        limit_value: _builtins.int = ...,
+        model: _builtins.str = ...,
+        input_weight_milli: _builtins.int | None = ...,
+        cached_input_weight_milli: _builtins.int | None = ...,
+        output_weight_milli: _builtins.int | None = ...,
+        for_each: _builtins.str = ...,
+        end_user: _builtins.str = ...,
+        label: _builtins.str = ...,
+        window_minutes: _builtins.int = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "cached_input_weight_milli", b"cached_input_weight_milli", "end_time", b"end_time", "input_weight_milli", b"input_weight_milli", "output_weight_milli", b"output_weight_milli", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "end_time", b"end_time", "end_user", b"end_user", "for_each", b"for_each", "input_weight_milli", b"input_weight_milli", "label", b"label", "limit_value", b"limit_value", "model", b"model", "output_weight_milli", b"output_weight_milli", "start_time", b"start_time", "subject", b"subject", "subject_ref", b"subject_ref", "window_minutes", b"window_minutes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cached_input_weight_milli: _TypeAlias = _typing.Literal["cached_input_weight_milli"]  # noqa: Y015
+    _WhichOneofArgType__cached_input_weight_milli: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli"]  # noqa: Y015
+    _WhichOneofReturnType__input_weight_milli: _TypeAlias = _typing.Literal["input_weight_milli"]  # noqa: Y015
+    _WhichOneofArgType__input_weight_milli: _TypeAlias = _typing.Literal["_input_weight_milli", b"_input_weight_milli"]  # noqa: Y015
+    _WhichOneofReturnType__output_weight_milli: _TypeAlias = _typing.Literal["output_weight_milli"]  # noqa: Y015
+    _WhichOneofArgType__output_weight_milli: _TypeAlias = _typing.Literal["_output_weight_milli", b"_output_weight_milli"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_input_weight_milli) -> _WhichOneofReturnType__cached_input_weight_milli | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__input_weight_milli) -> _WhichOneofReturnType__input_weight_milli | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_weight_milli) -> _WhichOneofReturnType__output_weight_milli | None: ...
+
+Global___PreviewQuotaRequest: _TypeAlias = PreviewQuotaRequest  # noqa: Y015
+
+@_typing.final
+class PreviewQuotaResponse(_message.Message):
+    """What the limit would have refused. Three things are not recorded, so that they cannot be known:
+    requests that were refused, which a lower or another limit may have admitted; whether clients
+    would have repeated what this limit refuses; and when within a minute a running request asked for
+    more output.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    REFUSED_COUNT_FIELD_NUMBER: _builtins.int
+    SHORTENED_COUNT_FIELD_NUMBER: _builtins.int
+    FIRST_REFUSAL_TIME_FIELD_NUMBER: _builtins.int
+    DAYS_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    MEMBER_COUNT_FIELD_NUMBER: _builtins.int
+    REFUSED_MEMBER_COUNT_FIELD_NUMBER: _builtins.int
+    request_count: _builtins.int
+    """Requests that the limit concerns and that were admitted in this time. Without requests that
+    ended before any billable work.
+    """
+    refused_count: _builtins.int
+    """Those of them that the limit would have refused."""
+    shortened_count: _builtins.int
+    """Admitted requests whose output the limit would have ended early."""
+    member_count: _builtins.int
+    """Number of end users, label values or keys with requests; 0 without `for_each`."""
+    refused_member_count: _builtins.int
+    """Those of them with a refusal."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """First moment of the preview."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """End of the preview."""
+
+    @_builtins.property
+    def first_refusal_time(self) -> _timestamp_pb2.Timestamp:
+        """Time of the first refusal; unset without one."""
+
+    @_builtins.property
+    def days(self) -> _containers.RepeatedCompositeFieldContainer[Global___PreviewedDay]:
+        """The same by day (UTC), in order; only days with requests."""
+
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___PreviewedMember]:
+        """With `for_each`: by end user, label value or key, the most refused first, at most 100."""
+
+    def __init__(
+        self,
+        *,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+        request_count: _builtins.int = ...,
+        refused_count: _builtins.int = ...,
+        shortened_count: _builtins.int = ...,
+        first_refusal_time: _timestamp_pb2.Timestamp | None = ...,
+        days: _abc.Iterable[Global___PreviewedDay] | None = ...,
+        members: _abc.Iterable[Global___PreviewedMember] | None = ...,
+        member_count: _builtins.int = ...,
+        refused_member_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "first_refusal_time", b"first_refusal_time", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["days", b"days", "end_time", b"end_time", "first_refusal_time", b"first_refusal_time", "member_count", b"member_count", "members", b"members", "refused_count", b"refused_count", "refused_member_count", b"refused_member_count", "request_count", b"request_count", "shortened_count", b"shortened_count", "start_time", b"start_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PreviewQuotaResponse: _TypeAlias = PreviewQuotaResponse  # noqa: Y015
+
+@_typing.final
+class PreviewedDay(_message.Message):
+    """Requests of one day."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DAY_FIELD_NUMBER: _builtins.int
+    REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    REFUSED_COUNT_FIELD_NUMBER: _builtins.int
+    SHORTENED_COUNT_FIELD_NUMBER: _builtins.int
+    day: _builtins.str
+    """Day as YYYY-MM-DD, in UTC."""
+    request_count: _builtins.int
+    """Requests that the limit concerns."""
+    refused_count: _builtins.int
+    """Those that it would have refused."""
+    shortened_count: _builtins.int
+    """Those whose output it would have ended early."""
+    def __init__(
+        self,
+        *,
+        day: _builtins.str = ...,
+        request_count: _builtins.int = ...,
+        refused_count: _builtins.int = ...,
+        shortened_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["day", b"day", "refused_count", b"refused_count", "request_count", b"request_count", "shortened_count", b"shortened_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PreviewedDay: _TypeAlias = PreviewedDay  # noqa: Y015
+
+@_typing.final
+class PreviewedMember(_message.Message):
+    """Requests of an end user, of a label value, or of a key."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    REFUSED_COUNT_FIELD_NUMBER: _builtins.int
+    SHORTENED_COUNT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name: of an end user or label value as requests gave it, of a key its prefix. Empty for an
+    erased end user.
+    """
+    request_count: _builtins.int
+    """Requests that the limit concerns."""
+    refused_count: _builtins.int
+    """Those that it would have refused."""
+    shortened_count: _builtins.int
+    """Those whose output it would have ended early."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        request_count: _builtins.int = ...,
+        refused_count: _builtins.int = ...,
+        shortened_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "refused_count", b"refused_count", "request_count", b"request_count", "shortened_count", b"shortened_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PreviewedMember: _TypeAlias = PreviewedMember  # noqa: Y015
+
+@_typing.final
 class OverrideQuotaRequest(_message.Message):
     """Overrides a limit with a higher one for a time."""
 

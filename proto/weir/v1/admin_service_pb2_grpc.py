@@ -155,6 +155,11 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.SetQuotaRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.SetQuotaResponse.FromString,
                 _registered_method=True)
+        self.PreviewQuota = channel.unary_unary(
+                '/weir.v1.AdminService/PreviewQuota',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.PreviewQuotaRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.PreviewQuotaResponse.FromString,
+                _registered_method=True)
         self.OverrideQuota = channel.unary_unary(
                 '/weir.v1.AdminService/OverrideQuota',
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.OverrideQuotaRequest.SerializeToString,
@@ -609,6 +614,14 @@ class AdminServiceServicer:
     def SetQuota(self, request, context):
         """Sets one limit; it replaces a limit of the same subject, model and dimension. Past usage
         counts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PreviewQuota(self, request, context):
+        """Returns what a limit would have refused in the past, if it had been set then: the recorded
+        requests are admitted again, by the rules of admissions. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1140,6 +1153,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.SetQuota,
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.SetQuotaRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.SetQuotaResponse.SerializeToString,
+            ),
+            'PreviewQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.PreviewQuota,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.PreviewQuotaRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.PreviewQuotaResponse.SerializeToString,
             ),
             'OverrideQuota': grpc.unary_unary_rpc_method_handler(
                     servicer.OverrideQuota,
@@ -2001,6 +2019,33 @@ class AdminService:
             '/weir.v1.AdminService/SetQuota',
             weir_dot_v1_dot_admin__service__pb2.SetQuotaRequest.SerializeToString,
             weir_dot_v1_dot_admin__service__pb2.SetQuotaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PreviewQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/PreviewQuota',
+            weir_dot_v1_dot_admin__service__pb2.PreviewQuotaRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.PreviewQuotaResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -116,6 +116,10 @@ class AdminServiceStub:
     """Sets one limit; it replaces a limit of the same subject, model and dimension. Past usage
     counts.
     """
+    PreviewQuota: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.PreviewQuotaRequest, _admin_service_pb2.PreviewQuotaResponse]
+    """Returns what a limit would have refused in the past, if it had been set then: the recorded
+    requests are admitted again, by the rules of admissions. Changes nothing.
+    """
     OverrideQuota: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.OverrideQuotaRequest, _admin_service_pb2.OverrideQuotaResponse]
     """Overrides a limit with a higher one until a time, or ends the override. Idempotent."""
     DeleteQuota: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.DeleteQuotaRequest, _admin_service_pb2.DeleteQuotaResponse]
@@ -346,6 +350,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     SetQuota: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetQuotaRequest, _admin_service_pb2.SetQuotaResponse]  # type: ignore[assignment]
     """Sets one limit; it replaces a limit of the same subject, model and dimension. Past usage
     counts.
+    """
+    PreviewQuota: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PreviewQuotaRequest, _admin_service_pb2.PreviewQuotaResponse]  # type: ignore[assignment]
+    """Returns what a limit would have refused in the past, if it had been set then: the recorded
+    requests are admitted again, by the rules of admissions. Changes nothing.
     """
     OverrideQuota: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.OverrideQuotaRequest, _admin_service_pb2.OverrideQuotaResponse]  # type: ignore[assignment]
     """Overrides a limit with a higher one until a time, or ends the override. Idempotent."""
@@ -700,6 +708,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_service_pb2.SetQuotaResponse, _abc.Awaitable[_admin_service_pb2.SetQuotaResponse]]:
         """Sets one limit; it replaces a limit of the same subject, model and dimension. Past usage
         counts.
+        """
+
+    @_abc_1.abstractmethod
+    def PreviewQuota(
+        self,
+        request: _admin_service_pb2.PreviewQuotaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.PreviewQuotaResponse, _abc.Awaitable[_admin_service_pb2.PreviewQuotaResponse]]:
+        """Returns what a limit would have refused in the past, if it had been set then: the recorded
+        requests are admitted again, by the rules of admissions. Changes nothing.
         """
 
     @_abc_1.abstractmethod

@@ -901,6 +901,7 @@ class SimulatedCustomer(_message.Message):
     DIFFERENCE_FIELD_NUMBER: _builtins.int
     OLD_PLAN_FIELD_NUMBER: _builtins.int
     NEW_PLAN_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     organization_id: _builtins.str
     """The organization."""
     organization_name: _builtins.str
@@ -925,6 +926,10 @@ class SimulatedCustomer(_message.Message):
     def difference(self) -> _types_pb2.Money:
         """`new_amount` less `old_amount`."""
 
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___SimulatedModel]:
+        """The same by model, by its name; the amounts add up to those of the organization."""
+
     def __init__(
         self,
         *,
@@ -936,11 +941,56 @@ class SimulatedCustomer(_message.Message):
         difference: _types_pb2.Money | None = ...,
         old_plan: _builtins.str = ...,
         new_plan: _builtins.str = ...,
+        models: _abc.Iterable[Global___SimulatedModel] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["difference", b"difference", "new_amount", b"new_amount", "old_amount", b"old_amount"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["difference", b"difference", "new_amount", b"new_amount", "new_plan", b"new_plan", "old_amount", b"old_amount", "old_plan", b"old_plan", "organization_id", b"organization_id", "organization_name", b"organization_name", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["difference", b"difference", "models", b"models", "new_amount", b"new_amount", "new_plan", b"new_plan", "old_amount", b"old_amount", "old_plan", b"old_plan", "organization_id", b"organization_id", "organization_name", b"organization_name", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SimulatedCustomer: _TypeAlias = SimulatedCustomer  # noqa: Y015
+
+@_typing.final
+class SimulatedModel(_message.Message):
+    """Part of the actual and simulated charges of one organization."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    OLD_AMOUNT_FIELD_NUMBER: _builtins.int
+    NEW_AMOUNT_FIELD_NUMBER: _builtins.int
+    DIFFERENCE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model. Empty: lines of the plan that are for all models together."""
+    token_count: _builtins.int
+    """Tokens of all kinds."""
+    @_builtins.property
+    def old_amount(self) -> _types_pb2.Money:
+        """Actual charges: usage at its price, and the lines of the plan for this model."""
+
+    @_builtins.property
+    def new_amount(self) -> _types_pb2.Money:
+        """Simulated charges."""
+
+    @_builtins.property
+    def difference(self) -> _types_pb2.Money:
+        """`new_amount` less `old_amount`."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        token_count: _builtins.int = ...,
+        old_amount: _types_pb2.Money | None = ...,
+        new_amount: _types_pb2.Money | None = ...,
+        difference: _types_pb2.Money | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["difference", b"difference", "new_amount", b"new_amount", "old_amount", b"old_amount"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["difference", b"difference", "model", b"model", "new_amount", b"new_amount", "old_amount", b"old_amount", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SimulatedModel: _TypeAlias = SimulatedModel  # noqa: Y015

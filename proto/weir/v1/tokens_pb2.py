@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weir/v1/tokens.proto\x12\x07weir.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x8b\x04\n\x0bTokenIssuer\x12\x17\n\x0ftoken_issuer_id\x18\x01 \x01(\t\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\x19\n\x11organization_name\x18\x03 \x01(\t\x12\x0e\n\x06issuer\x18\x04 \x01(\t\x12\x10\n\x08\x61udience\x18\x05 \x01(\t\x12\x12\n\nalgorithms\x18\x06 \x03(\t\x12\x10\n\x08keys_url\x18\x07 \x01(\t\x12\x0c\n\x04keys\x18\x08 \x01(\t\x12)\n\x06leeway\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0clifetime_max\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\ntoken_type\x18\x0b \x01(\t\x12\x13\n\x0brequires_id\x18\x0c \x01(\x08\x12\x15\n\rproject_claim\x18\r \x01(\t\x12\x16\n\x0e\x65nd_user_claim\x18\x0e \x01(\t\x12\x14\n\x0cmodels_claim\x18\x0f \x01(\t\x12\x1f\n\x17max_output_tokens_claim\x18\x10 \x01(\t\x12\x14\n\x0clabel_claims\x18\x11 \x03(\t\x12\'\n\x08projects\x18\x12 \x03(\x0b\x32\x15.weir.v1.TokenProject\x12/\n\x0b\x63reate_time\x18\x13 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"]\n\x0cTokenProject\x12\x13\n\x0b\x63laim_value\x18\x01 \x01(\t\x12\x14\n\x0cproject_name\x18\x02 \x01(\t\x12\x12\n\napi_key_id\x18\x03 \x01(\t\x12\x0e\n\x06prefix\x18\x04 \x01(\t\"\x9b\x04\n\x18\x43reateTokenIssuerRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x0e\n\x06issuer\x18\x02 \x01(\t\x12\x10\n\x08\x61udience\x18\x03 \x01(\t\x12\x10\n\x08projects\x18\x04 \x03(\t\x12\x12\n\nalgorithms\x18\x05 \x03(\t\x12\x10\n\x08keys_url\x18\x06 \x01(\t\x12\x0c\n\x04keys\x18\x07 \x01(\t\x12)\n\x06leeway\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0clifetime_max\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\ntoken_type\x18\n \x01(\t\x12\x13\n\x0brequires_id\x18\x0b \x01(\x08\x12\x15\n\rproject_claim\x18\x0c \x01(\t\x12\x16\n\x0e\x65nd_user_claim\x18\r \x01(\t\x12\x14\n\x0cmodels_claim\x18\x0e \x01(\t\x12\x1f\n\x17max_output_tokens_claim\x18\x0f \x01(\t\x12\x14\n\x0clabel_claims\x18\x10 \x03(\t\x12\x0e\n\x06models\x18\x11 \x03(\t\x12\x18\n\x10max_input_tokens\x18\x12 \x01(\x03\x12\x19\n\x11max_output_tokens\x18\x13 \x01(\x03\x12\x18\n\x10\x61llowed_networks\x18\x14 \x03(\t\x12\r\n\x05group\x18\x15 \x01(\t\x12\x12\n\nrequest_id\x18\x16 \x01(\t\"G\n\x19\x43reateTokenIssuerResponse\x12*\n\x0ctoken_issuer\x18\x01 \x01(\x0b\x32\x14.weir.v1.TokenIssuer\"J\n\x18\x44\x65leteTokenIssuerRequest\x12\x17\n\x0ftoken_issuer_id\x18\x01 \x01(\t\x12\x15\n\rallow_missing\x18\x02 \x01(\x08\",\n\x19\x44\x65leteTokenIssuerResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x08\"V\n\x17ListTokenIssuersRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"`\n\x18ListTokenIssuersResponse\x12+\n\rtoken_issuers\x18\x01 \x03(\x0b\x32\x14.weir.v1.TokenIssuer\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"L\n\x13RevokeTokensRequest\x12\x17\n\x0ftoken_issuer_id\x18\x01 \x01(\t\x12\r\n\x05\x63laim\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\t\"D\n\x14RevokeTokensResponse\x12,\n\nrevocation\x18\x01 \x01(\x0b\x32\x18.weir.v1.TokenRevocation\"`\n\x0fTokenRevocation\x12\r\n\x05\x63laim\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xd2\x01\n\x18\x43reateClientTokenRequest\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12+\n\x08lifetime\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x65nd_user\x18\x04 \x01(\t\x12\x0f\n\x07origins\x18\x05 \x03(\t\x12\x14\n\x0cmax_requests\x18\x06 \x01(\x05\x12\x18\n\x10max_input_tokens\x18\x07 \x01(\x03\x12\x19\n\x11max_output_tokens\x18\x08 \x01(\x03\"t\n\x19\x43reateClientTokenResponse\x12\x17\n\x0f\x63lient_token_id\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"F\n\x19RevokeClientTokensRequest\x12\x17\n\x0f\x63lient_token_id\x18\x01 \x01(\t\x12\x10\n\x08\x65nd_user\x18\x02 \x01(\t\"3\n\x1aRevokeClientTokensResponse\x12\x15\n\rrevoked_count\x18\x01 \x01(\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weir/v1/tokens.proto\x12\x07weir.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x9f\x04\n\x0bTokenIssuer\x12\x17\n\x0ftoken_issuer_id\x18\x01 \x01(\t\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\x19\n\x11organization_name\x18\x03 \x01(\t\x12\x0e\n\x06issuer\x18\x04 \x01(\t\x12\x10\n\x08\x61udience\x18\x05 \x01(\t\x12\x12\n\nalgorithms\x18\x06 \x03(\t\x12\x10\n\x08keys_url\x18\x07 \x01(\t\x12\x0c\n\x04keys\x18\x08 \x01(\t\x12)\n\x06leeway\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0clifetime_max\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\ntoken_type\x18\x0b \x01(\t\x12\x13\n\x0brequires_id\x18\x0c \x01(\x08\x12\x15\n\rproject_claim\x18\r \x01(\t\x12\x16\n\x0e\x65nd_user_claim\x18\x0e \x01(\t\x12\x14\n\x0cmodels_claim\x18\x0f \x01(\t\x12\x1f\n\x17max_output_tokens_claim\x18\x10 \x01(\t\x12\x14\n\x0clabel_claims\x18\x11 \x03(\t\x12\'\n\x08projects\x18\x12 \x03(\x0b\x32\x15.weir.v1.TokenProject\x12/\n\x0b\x63reate_time\x18\x13 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nsingle_use\x18\x14 \x01(\x08\"]\n\x0cTokenProject\x12\x13\n\x0b\x63laim_value\x18\x01 \x01(\t\x12\x14\n\x0cproject_name\x18\x02 \x01(\t\x12\x12\n\napi_key_id\x18\x03 \x01(\t\x12\x0e\n\x06prefix\x18\x04 \x01(\t\"\xaf\x04\n\x18\x43reateTokenIssuerRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x0e\n\x06issuer\x18\x02 \x01(\t\x12\x10\n\x08\x61udience\x18\x03 \x01(\t\x12\x10\n\x08projects\x18\x04 \x03(\t\x12\x12\n\nalgorithms\x18\x05 \x03(\t\x12\x10\n\x08keys_url\x18\x06 \x01(\t\x12\x0c\n\x04keys\x18\x07 \x01(\t\x12)\n\x06leeway\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0clifetime_max\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\ntoken_type\x18\n \x01(\t\x12\x13\n\x0brequires_id\x18\x0b \x01(\x08\x12\x15\n\rproject_claim\x18\x0c \x01(\t\x12\x16\n\x0e\x65nd_user_claim\x18\r \x01(\t\x12\x14\n\x0cmodels_claim\x18\x0e \x01(\t\x12\x1f\n\x17max_output_tokens_claim\x18\x0f \x01(\t\x12\x14\n\x0clabel_claims\x18\x10 \x03(\t\x12\x0e\n\x06models\x18\x11 \x03(\t\x12\x18\n\x10max_input_tokens\x18\x12 \x01(\x03\x12\x19\n\x11max_output_tokens\x18\x13 \x01(\x03\x12\x18\n\x10\x61llowed_networks\x18\x14 \x03(\t\x12\r\n\x05group\x18\x15 \x01(\t\x12\x12\n\nrequest_id\x18\x16 \x01(\t\x12\x12\n\nsingle_use\x18\x17 \x01(\x08\"G\n\x19\x43reateTokenIssuerResponse\x12*\n\x0ctoken_issuer\x18\x01 \x01(\x0b\x32\x14.weir.v1.TokenIssuer\"J\n\x18\x44\x65leteTokenIssuerRequest\x12\x17\n\x0ftoken_issuer_id\x18\x01 \x01(\t\x12\x15\n\rallow_missing\x18\x02 \x01(\x08\",\n\x19\x44\x65leteTokenIssuerResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x08\"V\n\x17ListTokenIssuersRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"`\n\x18ListTokenIssuersResponse\x12+\n\rtoken_issuers\x18\x01 \x03(\x0b\x32\x14.weir.v1.TokenIssuer\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"L\n\x13RevokeTokensRequest\x12\x17\n\x0ftoken_issuer_id\x18\x01 \x01(\t\x12\r\n\x05\x63laim\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\t\"D\n\x14RevokeTokensResponse\x12,\n\nrevocation\x18\x01 \x01(\x0b\x32\x18.weir.v1.TokenRevocation\"`\n\x0fTokenRevocation\x12\r\n\x05\x63laim\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xd2\x01\n\x18\x43reateClientTokenRequest\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12+\n\x08lifetime\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x65nd_user\x18\x04 \x01(\t\x12\x0f\n\x07origins\x18\x05 \x03(\t\x12\x14\n\x0cmax_requests\x18\x06 \x01(\x05\x12\x18\n\x10max_input_tokens\x18\x07 \x01(\x03\x12\x19\n\x11max_output_tokens\x18\x08 \x01(\x03\"t\n\x19\x43reateClientTokenResponse\x12\x17\n\x0f\x63lient_token_id\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"F\n\x19RevokeClientTokensRequest\x12\x17\n\x0f\x63lient_token_id\x18\x01 \x01(\t\x12\x10\n\x08\x65nd_user\x18\x02 \x01(\t\"3\n\x1aRevokeClientTokensResponse\x12\x15\n\rrevoked_count\x18\x01 \x01(\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,33 +34,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weir.v1.tokens_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TOKENISSUER']._serialized_start=99
-  _globals['_TOKENISSUER']._serialized_end=622
-  _globals['_TOKENPROJECT']._serialized_start=624
-  _globals['_TOKENPROJECT']._serialized_end=717
-  _globals['_CREATETOKENISSUERREQUEST']._serialized_start=720
-  _globals['_CREATETOKENISSUERREQUEST']._serialized_end=1259
-  _globals['_CREATETOKENISSUERRESPONSE']._serialized_start=1261
-  _globals['_CREATETOKENISSUERRESPONSE']._serialized_end=1332
-  _globals['_DELETETOKENISSUERREQUEST']._serialized_start=1334
-  _globals['_DELETETOKENISSUERREQUEST']._serialized_end=1408
-  _globals['_DELETETOKENISSUERRESPONSE']._serialized_start=1410
-  _globals['_DELETETOKENISSUERRESPONSE']._serialized_end=1454
-  _globals['_LISTTOKENISSUERSREQUEST']._serialized_start=1456
-  _globals['_LISTTOKENISSUERSREQUEST']._serialized_end=1542
-  _globals['_LISTTOKENISSUERSRESPONSE']._serialized_start=1544
-  _globals['_LISTTOKENISSUERSRESPONSE']._serialized_end=1640
-  _globals['_REVOKETOKENSREQUEST']._serialized_start=1642
-  _globals['_REVOKETOKENSREQUEST']._serialized_end=1718
-  _globals['_REVOKETOKENSRESPONSE']._serialized_start=1720
-  _globals['_REVOKETOKENSRESPONSE']._serialized_end=1788
-  _globals['_TOKENREVOCATION']._serialized_start=1790
-  _globals['_TOKENREVOCATION']._serialized_end=1886
-  _globals['_CREATECLIENTTOKENREQUEST']._serialized_start=1889
-  _globals['_CREATECLIENTTOKENREQUEST']._serialized_end=2099
-  _globals['_CREATECLIENTTOKENRESPONSE']._serialized_start=2101
-  _globals['_CREATECLIENTTOKENRESPONSE']._serialized_end=2217
-  _globals['_REVOKECLIENTTOKENSREQUEST']._serialized_start=2219
-  _globals['_REVOKECLIENTTOKENSREQUEST']._serialized_end=2289
-  _globals['_REVOKECLIENTTOKENSRESPONSE']._serialized_start=2291
-  _globals['_REVOKECLIENTTOKENSRESPONSE']._serialized_end=2342
+  _globals['_TOKENISSUER']._serialized_end=642
+  _globals['_TOKENPROJECT']._serialized_start=644
+  _globals['_TOKENPROJECT']._serialized_end=737
+  _globals['_CREATETOKENISSUERREQUEST']._serialized_start=740
+  _globals['_CREATETOKENISSUERREQUEST']._serialized_end=1299
+  _globals['_CREATETOKENISSUERRESPONSE']._serialized_start=1301
+  _globals['_CREATETOKENISSUERRESPONSE']._serialized_end=1372
+  _globals['_DELETETOKENISSUERREQUEST']._serialized_start=1374
+  _globals['_DELETETOKENISSUERREQUEST']._serialized_end=1448
+  _globals['_DELETETOKENISSUERRESPONSE']._serialized_start=1450
+  _globals['_DELETETOKENISSUERRESPONSE']._serialized_end=1494
+  _globals['_LISTTOKENISSUERSREQUEST']._serialized_start=1496
+  _globals['_LISTTOKENISSUERSREQUEST']._serialized_end=1582
+  _globals['_LISTTOKENISSUERSRESPONSE']._serialized_start=1584
+  _globals['_LISTTOKENISSUERSRESPONSE']._serialized_end=1680
+  _globals['_REVOKETOKENSREQUEST']._serialized_start=1682
+  _globals['_REVOKETOKENSREQUEST']._serialized_end=1758
+  _globals['_REVOKETOKENSRESPONSE']._serialized_start=1760
+  _globals['_REVOKETOKENSRESPONSE']._serialized_end=1828
+  _globals['_TOKENREVOCATION']._serialized_start=1830
+  _globals['_TOKENREVOCATION']._serialized_end=1926
+  _globals['_CREATECLIENTTOKENREQUEST']._serialized_start=1929
+  _globals['_CREATECLIENTTOKENREQUEST']._serialized_end=2139
+  _globals['_CREATECLIENTTOKENRESPONSE']._serialized_start=2141
+  _globals['_CREATECLIENTTOKENRESPONSE']._serialized_end=2257
+  _globals['_REVOKECLIENTTOKENSREQUEST']._serialized_start=2259
+  _globals['_REVOKECLIENTTOKENSREQUEST']._serialized_end=2329
+  _globals['_REVOKECLIENTTOKENSRESPONSE']._serialized_start=2331
+  _globals['_REVOKECLIENTTOKENSRESPONSE']._serialized_end=2382
 # @@protoc_insertion_point(module_scope)

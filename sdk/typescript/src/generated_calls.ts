@@ -68,6 +68,7 @@ import {
   type Project,
   type ProvisionedGroup,
   type QuotaDimension,
+  type QuotaPreview,
   type QuotaStatus,
   type QuotaSubject,
   type RecordedRequest,
@@ -359,6 +360,39 @@ export interface SetQuotaOptions extends CallOptionsOf {
    * of a window; InvalidRequest for any other.
    */
   readonly windowMinutes?: number | undefined;
+}
+
+/** Options of `previewQuota`. */
+export interface PreviewQuotaOptions extends CallOptionsOf {
+  /** Limited model; empty: all models together. Unknown: NotFound. */
+  readonly model?: string | undefined;
+  /** Thousandths that an uncached input token counts. Unset: 1000. */
+  readonly inputWeightMilli?: number | bigint | undefined;
+  /** Thousandths that a cached input token counts. Unset: 1000. */
+  readonly cachedInputWeightMilli?: number | bigint | undefined;
+  /** Thousandths that an output token counts. Unset: 1000. */
+  readonly outputWeightMilli?: number | bigint | undefined;
+  /**
+   * The limit is a selector, "end_user", "label:KEY" or "key:GROUP": each end user, each value of
+   * this label, or each key of this group within the organization or project gets a limit with
+   * these terms, from its first request on. Part of the limit's identity. InvalidRequest for a key,
+   * or with `for_new_keys`, `end_user` or `label`. For "key:GROUP", the keys that are in the group
+   * now.
+   */
+  readonly forEach?: string | undefined;
+  /** Only this end user. */
+  readonly endUser?: string | undefined;
+  /** Only the requests with this label, "KEY=VALUE". */
+  readonly label?: string | undefined;
+  /** Length of a rolling window in minutes. See `SetQuotaRequest.window_minutes`. */
+  readonly windowMinutes?: number | undefined;
+  /**
+   * First moment of the preview. Unset: seven days before `end_time`. More than 31 days before it:
+   * InvalidRequest.
+   */
+  readonly startTime?: Date | undefined;
+  /** End of the preview. Unset, or in the future: now. */
+  readonly endTime?: Date | undefined;
 }
 
 /** Options of `setPrice`. */
@@ -1387,6 +1421,44 @@ export class AdminCalls extends UnaryClient {
     const method = AdminService.method.setQuota;
     const response = await this.connection.call(method, init, options);
     return wire.quotaStatus(response.quota);
+  }
+
+  /**
+   * Returns what a limit would have refused in the past, if it had been set then: the recorded
+   * requests are admitted again, by the rules of admissions. Changes nothing.
+   *
+   * @param subject Kind of the object that the limit applies to; `subject_ref` names it.
+   * @param subjectRef Organization: its name or id. Project: "organization/project" or its id. Key:
+   * its id or prefix. Unknown: NotFound.
+   * @param dimension What the limit counts, and over which window of time.
+   * @param limitValue The limit, 0 or more.
+   */
+  async previewQuota(
+    subject: QuotaSubject,
+    subjectRef: string,
+    dimension: QuotaDimension,
+    limitValue: number | bigint,
+    options: PreviewQuotaOptions = {},
+  ): Promise<QuotaPreview> {
+    const init = defined({
+      subject: numberOf("subject", QuotaSubjectMessage, subject),
+      subjectRef: subjectRef,
+      dimension: numberOf("dimension", QuotaDimensionMessage, dimension),
+      limitValue: whole("limitValue", limitValue),
+      model: options.model,
+      inputWeightMilli: whole("inputWeightMilli", options.inputWeightMilli),
+      cachedInputWeightMilli: whole("cachedInputWeightMilli", options.cachedInputWeightMilli),
+      outputWeightMilli: whole("outputWeightMilli", options.outputWeightMilli),
+      forEach: options.forEach,
+      endUser: options.endUser,
+      label: options.label,
+      windowMinutes: options.windowMinutes,
+      startTime: options.startTime && timestampFromDate(options.startTime),
+      endTime: options.endTime && timestampFromDate(options.endTime),
+    });
+    const method = AdminService.method.previewQuota;
+    const response = await this.connection.call(method, init, options);
+    return wire.quotaPreview(response);
   }
 
   /**

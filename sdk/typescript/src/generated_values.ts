@@ -1081,6 +1081,20 @@ export interface ReplicaRental {
   readonly endTime: Date | undefined;
 }
 
+/** Part of the actual and simulated charges of one organization. */
+export interface SimulatedModel {
+  /** The model. Empty: lines of the plan that are for all models together. */
+  readonly model: string;
+  /** Tokens of all kinds. */
+  readonly tokenCount: number;
+  /** Actual charges: usage at its price, and the lines of the plan for this model. */
+  readonly oldAmount: Money;
+  /** Simulated charges. */
+  readonly newAmount: Money;
+  /** `new_amount` less `old_amount`. */
+  readonly difference: Money;
+}
+
 /** Actual and simulated charges of a month for one organization. */
 export interface SimulatedCustomer {
   /** The organization. */
@@ -1102,6 +1116,8 @@ export interface SimulatedCustomer {
   readonly oldPlan: string;
   /** The simulated plan. */
   readonly newPlan: string;
+  /** The same by model, by its name; the amounts add up to those of the organization. */
+  readonly models: readonly SimulatedModel[];
 }
 
 /** A token and its log-probability. */
@@ -1428,6 +1444,65 @@ export type ApiKeyState =
   | "unspecified"
   | "valid"
   | "ended";
+
+/** Requests of one day. */
+export interface PreviewedDay {
+  /** Day as YYYY-MM-DD, in UTC. */
+  readonly day: string;
+  /** Requests that the limit concerns. */
+  readonly requestCount: number;
+  /** Those that it would have refused. */
+  readonly refusedCount: number;
+  /** Those whose output it would have ended early. */
+  readonly shortenedCount: number;
+}
+
+/** Requests of an end user, of a label value, or of a key. */
+export interface PreviewedMember {
+  /**
+   * Its name: of an end user or label value as requests gave it, of a key its prefix. Empty for an
+   * erased end user.
+   */
+  readonly name: string;
+  /** Requests that the limit concerns. */
+  readonly requestCount: number;
+  /** Those that it would have refused. */
+  readonly refusedCount: number;
+  /** Those whose output it would have ended early. */
+  readonly shortenedCount: number;
+}
+
+/**
+ * What the limit would have refused. Three things are not recorded, so that they cannot be known:
+ * requests that were refused, which a lower or another limit may have admitted; whether clients
+ * would have repeated what this limit refuses; and when within a minute a running request asked for
+ * more output.
+ */
+export interface QuotaPreview {
+  /** First moment of the preview. */
+  readonly startTime: Date | undefined;
+  /** End of the preview. */
+  readonly endTime: Date | undefined;
+  /**
+   * Requests that the limit concerns and that were admitted in this time. Without requests that
+   * ended before any billable work.
+   */
+  readonly requestCount: number;
+  /** Those of them that the limit would have refused. */
+  readonly refusedCount: number;
+  /** Admitted requests whose output the limit would have ended early. */
+  readonly shortenedCount: number;
+  /** Time of the first refusal; unset without one. */
+  readonly firstRefusalTime: Date | undefined;
+  /** The same by day (UTC), in order; only days with requests. */
+  readonly days: readonly PreviewedDay[];
+  /** With `for_each`: by end user, label value or key, the most refused first, at most 100. */
+  readonly members: readonly PreviewedMember[];
+  /** Number of end users, label values or keys with requests; 0 without `for_each`. */
+  readonly memberCount: number;
+  /** Those of them with a refusal. */
+  readonly refusedMemberCount: number;
+}
 
 /** One immutable price version; corrections are later versions. */
 export interface PriceVersion {

@@ -15,6 +15,9 @@ import {
   EraseEndUserResponseSchema,
   ExportAuditEntriesResponseSchema,
   OrganizationSchema,
+  PreviewQuotaResponseSchema,
+  PreviewedDaySchema,
+  PreviewedMemberSchema,
   ProjectSchema,
   RotateApiKeyResponseSchema,
   SuspensionSchema,
@@ -26,6 +29,9 @@ import {
   type EraseEndUserResponse as EraseEndUserResponseMessage,
   type ExportAuditEntriesResponse as ExportAuditEntriesResponseMessage,
   type Organization as OrganizationMessage,
+  type PreviewQuotaResponse as PreviewQuotaResponseMessage,
+  type PreviewedDay as PreviewedDayMessage,
+  type PreviewedMember as PreviewedMemberMessage,
   type Project as ProjectMessage,
   type RotateApiKeyResponse as RotateApiKeyResponseMessage,
   type Suspension as SuspensionMessage,
@@ -193,12 +199,14 @@ import {
   PlanConfigurationSchema,
   PlanSchema,
   SimulatedCustomerSchema,
+  SimulatedModelSchema,
   type CreditGrant as CreditGrantMessage,
   type GetCreditBalanceResponse as GetCreditBalanceResponseMessage,
   type ListPlansResponse as ListPlansResponseMessage,
   type Plan as PlanMessage,
   type PlanAssignment as PlanAssignmentMessage,
   type SimulatedCustomer as SimulatedCustomerMessage,
+  type SimulatedModel as SimulatedModelMessage,
 } from "./gen/weir/v1/plans_pb.js";
 import {
   AppliedPriceSchema,
@@ -337,12 +345,15 @@ import {
   type PlanAssignment,
   type PlanList,
   type PrepaidCredit,
+  type PreviewedDay,
+  type PreviewedMember,
   type Price,
   type PriceList,
   type PriceSource,
   type PriceVersion,
   type Project,
   type ProvisionedGroup,
+  type QuotaPreview,
   type QuotaStatus,
   type QuotaSubject,
   type Quote,
@@ -366,6 +377,7 @@ import {
   type ServedFleet,
   type ServiceAccount,
   type SimulatedCustomer,
+  type SimulatedModel,
   type Suspension,
   type Timings,
   type TokenIssuer,
@@ -940,6 +952,18 @@ export function replicaRental(
   };
 }
 
+export function simulatedModel(
+  value: SimulatedModelMessage = create(SimulatedModelSchema),
+): SimulatedModel {
+  return {
+    model: value.model,
+    tokenCount: count(value.tokenCount),
+    oldAmount: money(value.oldAmount),
+    newAmount: money(value.newAmount),
+    difference: money(value.difference),
+  };
+}
+
 export function simulatedCustomer(
   value: SimulatedCustomerMessage = create(SimulatedCustomerSchema),
 ): SimulatedCustomer {
@@ -952,6 +976,7 @@ export function simulatedCustomer(
     difference: money(value.difference),
     oldPlan: value.oldPlan,
     newPlan: value.newPlan,
+    models: value.models.map((each) => simulatedModel(each)),
   };
 }
 
@@ -1126,6 +1151,45 @@ export function rotatedApiKey(
     apiKey: apiKey(value.apiKey),
     secret: value.secret,
     overlapEndTime: date(value.overlapEndTime),
+  };
+}
+
+export function previewedDay(
+  value: PreviewedDayMessage = create(PreviewedDaySchema),
+): PreviewedDay {
+  return {
+    day: value.day,
+    requestCount: count(value.requestCount),
+    refusedCount: count(value.refusedCount),
+    shortenedCount: count(value.shortenedCount),
+  };
+}
+
+export function previewedMember(
+  value: PreviewedMemberMessage = create(PreviewedMemberSchema),
+): PreviewedMember {
+  return {
+    name: value.name,
+    requestCount: count(value.requestCount),
+    refusedCount: count(value.refusedCount),
+    shortenedCount: count(value.shortenedCount),
+  };
+}
+
+export function quotaPreview(
+  value: PreviewQuotaResponseMessage = create(PreviewQuotaResponseSchema),
+): QuotaPreview {
+  return {
+    startTime: date(value.startTime),
+    endTime: date(value.endTime),
+    requestCount: count(value.requestCount),
+    refusedCount: count(value.refusedCount),
+    shortenedCount: count(value.shortenedCount),
+    firstRefusalTime: date(value.firstRefusalTime),
+    days: value.days.map((each) => previewedDay(each)),
+    members: value.members.map((each) => previewedMember(each)),
+    memberCount: count(value.memberCount),
+    refusedMemberCount: count(value.refusedMemberCount),
   };
 }
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         PlanAssignment,
         PriceVersion,
         SimulatedCustomer,
+        SimulatedModel,
     )
 
 plan = typer.Typer(help="Create and assign plans.", no_args_is_help=True)
@@ -156,26 +157,38 @@ VERSIONS: Table[PriceVersion] = Table(
     drop=("times", "tier", "cached", "of", "embedding"),
     unit="currency",
 )
+
+
+def share_text(part: SimulatedCustomer | SimulatedModel) -> str | None:
+    if not part.old_amount.picos:
+        return None
+    return f"{100 * part.difference.picos / part.old_amount.picos:+.1f}"
+
+
+AMOUNTS: dict[str, str | Callable[[Any], str | None]] = {
+    "tokens": "token_count",
+    "paid": "old_amount",
+    "would pay": lambda each: amount_text(each.new_amount),
+    "difference": lambda each: amount_text(each.difference),
+    "%": share_text,
+}
 SIMULATED: Table[SimulatedCustomer] = Table(
     {
         "organization": "organization_name",
-        "tokens": "token_count",
-        "paid": "old_amount",
-        "would pay": lambda each: amount_text(each.new_amount),
-        "difference": lambda each: amount_text(each.difference),
-        "%": lambda each: (
-            f"{100 * each.difference.picos / each.old_amount.picos:+.1f}"
-            if each.old_amount.picos
-            else None
-        ),
+        **AMOUNTS,
         "plan": lambda each: (
             each.new_plan or "none"
             if each.new_plan == each.old_plan
             else f"{each.old_plan or 'none'} → {each.new_plan or 'none'}"
         ),
     },
-    right=("tokens", "paid", "would pay", "difference", "%"),
+    right=tuple(AMOUNTS),
     drop=("plan", "tokens", "%"),
+)
+SIMULATED_MODELS: Table[SimulatedModel] = Table(
+    {"model": lambda each: each.model or "lines of all models", **AMOUNTS},
+    right=tuple(AMOUNTS),
+    drop=("tokens", "%"),
 )
 
 
@@ -476,7 +489,8 @@ def simulate(
 ) -> Output | None:
     """Show what a past month would have cost with other prices or plans. Changes nothing.
 
-    Both sides have usage and plan only, without adjustments, credit and rounding.
+    Both sides have usage and plan only, without adjustments, credit and rounding. With a single
+    organization you also see its models; --json has those of all.
     """
     if as_csv and as_json:
         raise typer.BadParameter("give --csv or --json, not both")
@@ -484,4 +498,6 @@ def simulate(
     if as_csv:
         put(None, [csv_of(found, CSV_COLUMNS, line_end="\r\n")])
         return None
+    if len(found) == 1:
+        return found, SIMULATED.drawn(found), SIMULATED_MODELS.drawn(found[0].models)
     return found, SIMULATED.drawn(found) if found else f"no usage in {month}"

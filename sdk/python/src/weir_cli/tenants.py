@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from itertools import islice
@@ -68,7 +68,10 @@ if TYPE_CHECKING:
         ClosureEffects,
         EndUser,
         Organization,
+        PreviewedDay,
+        PreviewedMember,
         Project,
+        QuotaPreview,
         QuotaStatus,
     )
 
@@ -798,6 +801,18 @@ def key_sheet(key: ApiKey) -> RenderableType:
 
 quota = typer.Typer(help="Set, show and remove limits.", no_args_is_help=True)
 
+PREVIEWED: dict[str, str | Callable[[Any], str | None]] = {
+    "requests": "request_count",
+    "refused": "refused_count",
+    "ended early": "shortened_count",
+}
+PREVIEWED_DAYS: Table[PreviewedDay] = Table(
+    {"day (UTC)": "day", **PREVIEWED}, right=tuple(PREVIEWED), empty="no requests"
+)
+PREVIEWED_MEMBERS: Table[PreviewedMember] = Table(
+    {"of": lambda each: each.name or "(erased)", **PREVIEWED}, right=tuple(PREVIEWED)
+)
+
 
 @quota.command("set")
 @calls(admin_client, options=WINDOW | ONES | options_of(TERMS["quota"]))
@@ -833,6 +848,12 @@ def set_quota(
             help="Give each new key its own copy of the limit, instead of limiting the subject.",
         ),
     ] = False,
+    preview: Annotated[
+        bool,
+        typer.Option(
+            "--preview", help="Only show what the limit would have refused in the last seven days."
+        ),
+    ] = False,
     **terms: Any,
 ) -> Output:
     """Set a limit for an organization, a project or a key, or change it.
@@ -847,20 +868,37 @@ def set_quota(
     if any((each, end_user, label)) and not any((organization, project, key)):
         organization = organization_or_default(None, client.address)
     subject, subject_ref = parse_subject(organization, project, key)
+    identity = {
+        "model": model,
+        "for_each": parsed("--each", parse_selector, each) if each else "",
+        "end_user": end_user or "",
+        "label": label or "",
+        "window_minutes": terms["minutes"] or 0,
+    }
+    values = values_of(TERMS["quota"], terms)
+    if preview:
+        if new_keys:
+            raise typer.BadParameter("leave --new-keys out of a preview: those keys have no past")
+        weights = {name: value for name, value in values.items() if name.endswith("_weight_milli")}
+        return previewed(
+            client.preview_quota(subject, subject_ref, kind, limit, **identity, **weights)
+        )
     status = client.set_quota(
-        subject,
-        subject_ref,
-        kind,
-        limit,
-        model=model,
-        for_new_keys=new_keys,
-        for_each=parsed("--each", parse_selector, each) if each else "",
-        end_user=end_user or "",
-        label=label or "",
-        window_minutes=terms["minutes"] or 0,
-        **values_of(TERMS["quota"], terms),
+        subject, subject_ref, kind, limit, for_new_keys=new_keys, **identity, **values
     )
     return changed(status)
+
+
+def previewed(found: QuotaPreview) -> Output:
+    """Show what a limit would have refused, by day and by member."""
+    remark = (
+        f"{found.refused_count:,} of {found.request_count:,} requests since"
+        f" {time_text(found.start_time)} would have been refused, and"
+        f" {found.shortened_count:,} ended early. Requests that were refused before are not"
+        " recorded, and neither is whether clients would have tried again."
+    )
+    tables = [PREVIEWED_DAYS.drawn(found.days), PREVIEWED_MEMBERS.drawn(found.members)]
+    return found, *tables[: 1 + bool(found.members)], remark
 
 
 @quota.command("override")

@@ -71,6 +71,7 @@ from weir_client.generated_values import (
     Project,
     ProvisionedGroup,
     QuotaDimension,
+    QuotaPreview,
     QuotaStatus,
     QuotaSubject,
     RecordedRequest,
@@ -666,6 +667,69 @@ class AsyncAdminCalls(UnaryClient):
         )
         response = await self._call(self._stub.SetQuota, request)
         return wire.read(QuotaStatus, response.quota)
+
+    async def preview_quota(
+        self,
+        subject: QuotaSubject,
+        subject_ref: str,
+        dimension: QuotaDimension,
+        limit_value: int,
+        *,
+        model: str = "",
+        input_weight_milli: int | None = None,
+        cached_input_weight_milli: int | None = None,
+        output_weight_milli: int | None = None,
+        for_each: str = "",
+        end_user: str = "",
+        label: str = "",
+        window_minutes: int = 0,
+        start_time: datetime | None = None,
+        end_time: datetime | None = None,
+    ) -> QuotaPreview:
+        """Returns what a limit would have refused in the past, if it had been set then: the
+        recorded requests are admitted again, by the rules of admissions. Changes nothing.
+
+        `subject`: Kind of the object that the limit applies to; `subject_ref` names it.
+        `subject_ref`: Organization: its name or id. Project: "organization/project" or its id. Key:
+            its id or prefix. Unknown: NotFound.
+        `dimension`: What the limit counts, and over which window of time.
+        `limit_value`: The limit, 0 or more.
+        `model`: Limited model; empty: all models together. Unknown: NotFound.
+        `input_weight_milli`: Thousandths that an uncached input token counts. Unset: 1000.
+        `cached_input_weight_milli`: Thousandths that a cached input token counts. Unset: 1000.
+        `output_weight_milli`: Thousandths that an output token counts. Unset: 1000.
+        `for_each`: The limit is a selector, "end_user", "label:KEY" or "key:GROUP": each end user,
+            each value of this label, or each key of this group within the organization or project
+            gets a limit with these terms, from its first request on. Part of the limit's identity.
+            InvalidRequest for a key, or with `for_new_keys`, `end_user` or `label`. For
+            "key:GROUP", the keys that are in the group now.
+        `end_user`: Only this end user.
+        `label`: Only the requests with this label, "KEY=VALUE".
+        `window_minutes`: Length of a rolling window in minutes. See
+            `SetQuotaRequest.window_minutes`.
+        `start_time`: First moment of the preview. Unset: seven days before `end_time`. More than 31
+            days before it: InvalidRequest.
+        `end_time`: End of the preview. Unset, or in the future: now.
+        """
+        request = wire.request(
+            admin_service_pb2.PreviewQuotaRequest,
+            subject=subject,
+            subject_ref=subject_ref,
+            dimension=dimension,
+            limit_value=limit_value,
+            model=model,
+            input_weight_milli=input_weight_milli,
+            cached_input_weight_milli=cached_input_weight_milli,
+            output_weight_milli=output_weight_milli,
+            for_each=for_each,
+            end_user=end_user,
+            label=label,
+            window_minutes=window_minutes,
+            start_time=start_time,
+            end_time=end_time,
+        )
+        response = await self._call(self._stub.PreviewQuota, request)
+        return wire.read(QuotaPreview, response)
 
     async def override_quota(
         self, quota_id: str, limit_value: int, expire_time: datetime, reason: str
@@ -1656,6 +1720,7 @@ class BlockingAdminCalls(BlockingUnaryClient):
     revoke_api_key = blocking(AsyncAdminCalls.revoke_api_key)
     list_api_keys = blocking_items(AsyncAdminCalls._list_api_keys_pages)
     set_quota = blocking(AsyncAdminCalls.set_quota)
+    preview_quota = blocking(AsyncAdminCalls.preview_quota)
     override_quota = blocking(AsyncAdminCalls.override_quota)
     set_price = blocking(AsyncAdminCalls.set_price)
     withdraw_price = blocking(AsyncAdminCalls.withdraw_price)

@@ -1178,6 +1178,22 @@ class ReplicaRental(Value):
 
 
 @dataclass(frozen=True, slots=True)
+class SimulatedModel(Value):
+    """Part of the actual and simulated charges of one organization."""
+
+    model: str
+    """The model. Empty: lines of the plan that are for all models together."""
+    token_count: int
+    """Tokens of all kinds."""
+    old_amount: Money
+    """Actual charges: usage at its price, and the lines of the plan for this model."""
+    new_amount: Money
+    """Simulated charges."""
+    difference: Money
+    """`new_amount` less `old_amount`."""
+
+
+@dataclass(frozen=True, slots=True)
 class SimulatedCustomer(Value):
     """Actual and simulated charges of a month for one organization."""
 
@@ -1198,6 +1214,8 @@ class SimulatedCustomer(Value):
     """The actual plan; empty: none."""
     new_plan: str = ""
     """The simulated plan."""
+    models: tuple[SimulatedModel, ...] = ()
+    """The same by model, by its name; the amounts add up to those of the organization."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1514,6 +1532,65 @@ class ApiKeyState(StrEnum):
     """Neither revoked nor expired."""
     ENDED = "ended"
     """Revoked or expired."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreviewedDay(Value):
+    """Requests of one day."""
+
+    day: str = ""
+    """Day as YYYY-MM-DD, in UTC."""
+    request_count: int = 0
+    """Requests that the limit concerns."""
+    refused_count: int = 0
+    """Those that it would have refused."""
+    shortened_count: int = 0
+    """Those whose output it would have ended early."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreviewedMember(Value):
+    """Requests of an end user, of a label value, or of a key."""
+
+    name: str = ""
+    """Its name: of an end user or label value as requests gave it, of a key its prefix. Empty for
+    an erased end user."""
+    request_count: int = 0
+    """Requests that the limit concerns."""
+    refused_count: int = 0
+    """Those that it would have refused."""
+    shortened_count: int = 0
+    """Those whose output it would have ended early."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaPreview(Value):
+    """What the limit would have refused. Three things are not recorded, so that they cannot be
+    known: requests that were refused, which a lower or another limit may have admitted; whether
+    clients would have repeated what this limit refuses; and when within a minute a running request
+    asked for more output."""
+
+    start_time: datetime | None = None
+    """First moment of the preview."""
+    end_time: datetime | None = None
+    """End of the preview."""
+    request_count: int = 0
+    """Requests that the limit concerns and that were admitted in this time. Without requests that
+    ended before any billable work."""
+    refused_count: int = 0
+    """Those of them that the limit would have refused."""
+    shortened_count: int = 0
+    """Admitted requests whose output the limit would have ended early."""
+    first_refusal_time: datetime | None = None
+    """Time of the first refusal; unset without one."""
+    days: tuple[PreviewedDay, ...] = ()
+    """The same by day (UTC), in order; only days with requests."""
+    members: tuple[PreviewedMember, ...] = ()
+    """With `for_each`: by end user, label value or key, the most refused first, at most 100."""
+    member_count: int = 0
+    """Number of end users, label values or keys with requests; 0 without `for_each`."""
+    refused_member_count: int = 0
+    """Those of them with a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
