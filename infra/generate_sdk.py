@@ -54,6 +54,7 @@ NAMES = {
     "GetMonthReportResponse": "MonthReport",
     "GetOwnUsageResponse": "UsageReport",
     "GetRequestResponse": "RecordedRequest",
+    "GetTrafficResponse": "Traffic",
     "GetUsageResponse": "UsagePage",
     "InviteMemberResponse": "CreatedInvitation",
     "KillRequestResponse": "KilledRequest",
@@ -240,6 +241,8 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "DeactivatePerson": "person",
         "ReactivatePerson": "person",
         "CreateSignInLink": "person",
+        "GetTraffic": "period?",
+        "ListConcerns": "",
     },
     "BillingService": {
         "GetMonthReport": "organization month",

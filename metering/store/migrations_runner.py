@@ -99,6 +99,7 @@ UPDATED = frozenset(
         "suspensions",
         "token_issuers",
         "token_revocations",
+        "traffic",
         "unrated_usage",
         "usage_events",
         "usage_subject_counts",
@@ -131,6 +132,7 @@ DELETED = frozenset(
         "superseded_secrets",
         "suspensions",
         "token_revocations",
+        "traffic",
         "unrated_usage",
     }
 )
