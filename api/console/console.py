@@ -94,7 +94,9 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
         *("GetUsage", "GetForecast", "ExportMonth"),
         *("ListEndUsers", "GetEndUser", "ListAlerts", "ListResalePrices", "GetResaleStatement"),
         *("ListMonths", "GetMonthReport", "GetMonthDocument"),
-        *("GetInvoice", "VerifyMonth", "GetReconciliation", "ListAdjustments"),
+        *("GetInvoice", "CloseMonth", "VerifyMonth", "GetReconciliation"),
+        *("ListAdjustments", "CreateAdjustment", "CreateCreditNote"),
+        *("ApproveAdjustment", "RejectAdjustment"),
     ),
     "InferenceService": (
         *("ListModels", "GetQuota", "GetGeneration", "GetOwnUsage", "CreateClientToken"),

@@ -81,9 +81,17 @@ interface Detail {
   retryDelay?: string;
   links?: { url?: string; description?: string }[];
   fieldViolations?: { field?: string; description?: string }[];
+  violations?: { type?: string; description?: string }[];
 }
 
 const TIMEOUT_MS = 40_000; // reports may take 30 s
+// Calls that read months of usage.
+const LONG_TIMEOUT_MS = 310_000;
+const LONG = new Set<Name>([
+  "AdminService/SimulatePrices",
+  "BillingService/CloseMonth",
+  "BillingService/VerifyMonth",
+]);
 
 // Failed call, from a `google.rpc.Status`; `httpStatus` is 0 if the server could not be reached.
 export class CallFailed extends Error {
@@ -188,7 +196,9 @@ export async function call<Call extends Name>(
   request: Request<Call>,
   signal?: AbortSignal,
 ): Promise<Response<Call>> {
-  return (await send(`api/${name}`, { body: request, ...(signal ? { signal } : {}) })).json();
+  const timeoutMs = LONG.has(name) ? LONG_TIMEOUT_MS : TIMEOUT_MS;
+  const asked = { body: request, timeoutMs, ...(signal ? { signal } : {}) };
+  return (await send(`api/${name}`, asked)).json();
 }
 
 export interface File {

@@ -9,7 +9,7 @@ import { chromium } from "playwright-core";
 const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const asked = JSON.parse(readFileSync(0, "utf8"));
 const { program, url, key = "", link = "", pages, views, pictures = "" } = asked;
-const { journey = false, invites = "", start = "", closes = "" } = asked;
+const { journey = false, invites = "", start = "", closes = "", bills = "" } = asked;
 const RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"];
 const DRAWN_MS = 50;
 const LATE_MS = 60_000;
@@ -73,6 +73,7 @@ for (const [name, address] of Object.entries(pages)) {
 if (journey) await make();
 if (invites) await invite();
 if (closes) await lookAtClosing();
+if (bills) await billMonth();
 await browser.close();
 process.stdout.write(JSON.stringify(found));
 
@@ -198,6 +199,68 @@ async function lookAtClosing() {
   await check();
   if (pictures) await page.screenshot({ path: `${pictures}/close.png` });
   found.closing = await dialog.innerText();
+}
+
+async function picture(name) {
+  if (!pictures) return;
+  for (const [width, height, colorScheme] of views) {
+    await page.setViewportSize({ width, height });
+    await page.emulateMedia({ colorScheme });
+    await page.waitForTimeout(DRAWN_MS);
+    await check();
+    await page.screenshot({
+      path: `${pictures}/${name}-${colorScheme}-${width}.png`,
+      fullPage: true,
+    });
+  }
+}
+
+// Close the month `bills` with the keyboard, verify it, propose a correction, and approve that of
+// another person, but not that of the same one.
+async function billMonth() {
+  where = "close a month";
+  const dialog = page.getByRole("dialog");
+  const status = page.locator(".status");
+  await open(`${pages.month}&month=${bills}`);
+  await page.getByRole("button", { name: `Close the month ${bills}` }).press("Enter");
+  await dialog.getByText("Nothing prevents the close").waitFor();
+  await check();
+  await picture("close-month");
+  found.freeze = await dialog.innerText();
+  await dialog.getByRole("button", { name: "Close the month" }).press("Enter");
+  await dialog.waitFor({ state: "detached" });
+  found.closed = await status.innerText();
+  await page.getByRole("button", { name: "Verify" }).press("Enter");
+  await page.getByText("The ledger reproduces the report").waitFor();
+  await check();
+  where = "propose a correction";
+  await page.getByRole("button", { name: "Propose an adjustment" }).press("Enter");
+  await dialog.getByLabel("Amount").fill("a lot");
+  await dialog.getByLabel("Reason").fill("overcharged");
+  await page.keyboard.press("Enter");
+  await dialog.locator(".error", { hasText: "a lot" }).waitFor();
+  await check();
+  await dialog.getByLabel("Amount").fill("\u22121,234.000000000001");
+  await page.keyboard.press("Enter");
+  await dialog.waitFor({ state: "detached" });
+  const own = page.getByRole("row", { name: "overcharged" });
+  await own.getByText("Another person approves it").waitFor();
+  found.own = await own.innerText();
+  where = "approve a correction";
+  const row = page.getByRole("row", { name: "by the same person" });
+  await row.getByRole("button", { name: /^Approve/ }).press("Enter");
+  await dialog.getByRole("button", { name: "Approve" }).press("Enter");
+  await dialog.locator(".remark.bad").waitFor();
+  found.refused = await dialog.locator(".remark.bad").innerText();
+  await page.keyboard.press("Escape");
+  await dialog.waitFor({ state: "detached" });
+  const other = page.getByRole("row", { name: "by another person" });
+  await other.getByRole("button", { name: /^Approve/ }).press("Enter");
+  await dialog.getByRole("button", { name: "Approve" }).press("Enter");
+  await dialog.waitFor({ state: "detached" });
+  found.approved = await status.innerText();
+  await check();
+  await picture("closed-month");
 }
 
 // Chat, invite a person and sign out; then accept as that person, whose name is markup; see the

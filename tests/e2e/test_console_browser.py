@@ -7,6 +7,7 @@ import json
 import subprocess
 import uuid
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from weir.v1 import types_pb2
 
 from infra import console_page
 from metering.core.models import QuotaDimension
+from metering.invoicing.adjustments import create_adjustment
 from metering.tenants.invitations import accept_invitation, invite
 from metering.tenants.members import find_person
 from metering.tenants.sign_in import create_link
 from tests.calls import Calls
+from tests.metering.usage import Consumed, Customer, add_usage, new_price
 from tests.node import chromium, node_of
 from tests.service import Service, Tenant
 
@@ -50,6 +53,7 @@ CHANGES = {
         "Create a project",
     },
     "alerts": {"Set the webhook", "Test", "Remove"},
+    "month": {"Propose an adjustment"},
     "fleet": {"Drain"},
 }
 ALL = {button for buttons in CHANGES.values() for button in buttons} | {"End", "Undrain", "Resume"}
@@ -160,6 +164,48 @@ async def test_an_admin_of_a_customer_works_in_the_browser(
     )
     assert [row["action"] for row in service.database.rows(made, tenant.organization_id)] == [
         *("api_key.create", "api_key.revoke", "quota.set"),
+    ]
+
+
+async def test_two_persons_close_and_correct_a_month(service: Service) -> None:
+    admin = await service.tenant(scopes=("admin", "billing"))
+    customer = await service.tenant()
+    settled_at = datetime.now(UTC).replace(day=1) - timedelta(days=3)
+    async with service.session() as session:
+        price = await new_price(session, f"m-{uuid.uuid4()}")
+        buyer = Customer(customer.organization_id, customer.name, customer.key, customer.secret)
+        await add_usage(session, buyer, price, [Consumed(1_000_000, settled_at=settled_at)])
+        for reason, actor in (("by the same person", "test"), ("by another person", "another")):
+            await create_adjustment(
+                session,
+                organization=customer.name,
+                amount_picos=-(10**12),
+                currency_code="USD",
+                reason=reason,
+                actor=actor,
+            )
+    month = f"{settled_at:%Y-%m}"
+
+    found = await browsed(
+        service,
+        admin.secret,
+        customer.name,
+        views=[(*WIDE, "light")],
+        pages={"month": f"#/month?org={customer.name}"},
+        bills=month,
+    )
+
+    assert faults(found) == {}
+    assert "Close the month" not in found["buttons"]["month"], "the present month is not over"
+    assert "Total to invoice: 0.15 USD" in found["freeze"]
+    assert found["closed"].startswith(f"{month} is closed: invoice INV-")
+    assert "\u22121,234.000000000001 USD" in found["own"]
+    assert "Approve" not in found["own"]
+    assert "APPROVAL_REFUSED" in found["refused"]
+    assert "is approved: in " in found["approved"]
+    left = "SELECT action, actor FROM audit_log WHERE actor = %s ORDER BY id"
+    assert [row["action"] for row in service.database.rows(left, admin.key.prefix)] == [
+        *("month.close", "adjustment.create", "adjustment.approve"),
     ]
 
 

@@ -15,22 +15,35 @@ import grpc
 from google.protobuf import json_format
 from google.protobuf.descriptor_pool import Default
 from google.protobuf.message_factory import GetMessageClass
+from sqlalchemy import insert
 
+from metering.core.models import PriceVersion
+from metering.invoicing.adjustments import create_adjustment
+from metering.pricing.prices import get_price
+from metering.tenants.api_keys import find_api_key
 from metering.tenants.invitations import accept_invitation, invite
+from metering.tenants.tenants import find_organization
+from tests.metering.usage import Consumed, Customer, add_usage
 from tests.service import MODEL, PATIENCE_S, Service, Tenant, bearer
 
 Body = dict[str, Any]
 Send = Callable[[str, Body], Awaitable[Body]]
 
-# Tables that change without a call: uses of keys, and reports of processes about themselves.
-MOVING = {"api_key_uses", "live_reports"}
+# Tables that change without a call: uses of keys, and reports of processes about themselves; and
+# the last number of a document, which each call raises.
+MOVING = {"api_key_uses", "live_reports", "document_series"}
 # Fields of rows that number them.
-OF_SEQUENCES = {"id", "transaction_id"}
+OF_SEQUENCES = {
+    *("id", "transaction_id", "event_id", "account_id", "price_version_id"),
+    *("ordinal", "credit_note_ordinal", "ledger_transaction_id"),
+}
 LEARNED = (
     "apiKeyId",
     "quotaId",
     "projectId",
     "invitationId",
+    "adjustmentId",
+    "invoiceNumber",
 )  # fields of answers that later requests refer to
 
 ORGANIZATION = {"organization": "{name}"}
@@ -44,6 +57,9 @@ INVITED = ORGANIZATION | {"email": "new-{name}@example.com", "role": "viewer"}
 MEMBER = ORGANIZATION | {"member": "{email}"}
 PERSON = {"person": "{email}"}
 ACCOUNT = ORGANIZATION | {"serviceAccount": "ci"}
+LAST_MONTH = ORGANIZATION | {"month": "{lastMonth}"}
+ADJUSTMENT = {"adjustmentId": "{adjustmentId}"}
+GOOD_WILL = {"amount": {"units": "-1", "picos": "-500000000000"}, "reason": "good will"}
 RESTRICTED = {"maxOutputTokens": "9", "allowedNetworks": ["127.0.0.0/8"], "models": [MODEL]}
 # Each change of the console once, except the end of a request, in an order in which all succeed.
 STEPS: list[tuple[str, Body]] = [
@@ -77,6 +93,14 @@ STEPS: list[tuple[str, Body]] = [
     ("AdminService/UpdateServiceAccount", ACCOUNT | {"role": "finance"}),
     ("AdminService/DeleteServiceAccount", ACCOUNT),
     ("InferenceService/CreateClientToken", {"call": "chat/completions", "model": MODEL}),
+    ("BillingService/CreateAdjustment", ORGANIZATION | GOOD_WILL),
+    ("BillingService/RejectAdjustment", ADJUSTMENT),
+    ("BillingService/CloseMonth", LAST_MONTH),
+    (
+        "BillingService/CreateCreditNote",
+        {"invoiceNumber": "{invoiceNumber}", "amount": {"units": "1"}, "reason": "an outage"},
+    ),
+    ("BillingService/ApproveAdjustment", ADJUSTMENT),
     ("AdminService/SuspendProject", PROJECT | {"reason": "test"}),
     ("AdminService/ResumeProject", PROJECT),
     ("AdminService/UpdateProject", PROJECT | {"name": "other"}),
@@ -162,6 +186,8 @@ def steady(row: str, names: dict[str, str]) -> str:
     row = re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "UUID", row)
     row = re.sub(r"\d{4}-\d\d-\d\d[T ][\d:.]+(Z|[+-][\d:]+)?", "TIME", row)
     row = re.sub(r"(wk|wl|wi|wct)_[\w-]+|\\+x[0-9a-f]{8,}|wh_[\w-]+", "SECRET", row)
+    row = re.sub(r"\b(INV|CN)-\d{6}\b|\(price \d+\)", "NUMBER", row)
+    row = re.sub(r"\b[0-9a-f]{64}\b", "DIGEST", row)
     row = re.sub(r'"\d+(\.\d+)?s"', '"DURATION"', row)
     fields = json.loads(row)
     return json.dumps({key: value for key, value in fields.items() if key not in OF_SEQUENCES})
@@ -200,6 +226,7 @@ async def left_by(service: Service, send: Send, admin: Tenant) -> AsyncIterator[
         "name": (customer := f"c{uuid.uuid4().hex[:16]}"),
         "email": f"ann@{customer}.example.com",
         "tomorrow": (datetime.now(UTC) + timedelta(days=1)).isoformat(),
+        "lastMonth": f"{last_month():%Y-%m}",
     }
     names = {values["name"]: "NAME", admin.key.prefix: "ADMIN"}
     for name, request in STEPS:
@@ -207,8 +234,13 @@ async def left_by(service: Service, send: Send, admin: Tenant) -> AsyncIterator[
         for field, value in values.items():
             text = text.replace(f"{{{field}}}", value)
         body = json.loads(text)
-        if name == "AdminService/UpdateMember":
-            await join(service, values["name"], values["email"])
+        match name:
+            case "AdminService/UpdateMember":
+                await join(service, values["name"], values["email"])
+            case "BillingService/CloseMonth":
+                await use(service, values["name"], values["apiKeyId"])
+            case "BillingService/ApproveAdjustment":
+                body["adjustmentId"] = await propose(service, values["name"])
         before = rows(service)
         answer = await send(name, body)
         for part in filter(lambda each: isinstance(each, dict), answer.values()):
@@ -227,3 +259,36 @@ async def join(service: Service, organization: str, email: str) -> None:
             session, organization=organization, email=email, role="viewer", actor="test"
         )
         await accept_invitation(session, token=token)
+
+
+def last_month() -> datetime:
+    """Return a moment of the month before this one."""
+    return datetime.now(UTC).replace(day=1) - timedelta(days=3)
+
+
+async def use(service: Service, organization: str, api_key_id: str) -> None:
+    """Add usage of 3 EUR to the last month."""
+    async with service.session() as session:
+        owner = await find_organization(session, organization)
+        key = await find_api_key(session, api_key_id)
+        values = {"model": organization, "currency_code": "EUR", "input_picos_per_token": 10**12}
+        others = {"cached_input_picos_per_token": 0, "output_picos_per_token": 0}
+        made = insert(PriceVersion).values(**values, **others, effective_at=last_month())
+        version = (await session.scalars(made.returning(PriceVersion.id))).one()
+        customer = Customer(owner.id, organization, key, "")
+        used = [Consumed(3, settled_at=last_month())]
+        await add_usage(session, customer, await get_price(session, version), used)
+
+
+async def propose(service: Service, organization: str) -> str:
+    """Propose an adjustment as another person."""
+    async with service.session() as session:
+        proposal = await create_adjustment(
+            session,
+            organization=organization,
+            amount_picos=-(10**12),
+            currency_code="EUR",
+            reason="proposed by another",
+            actor="another",
+        )
+    return str(proposal.id)

@@ -1,5 +1,6 @@
 // Month report: preliminary, or as closed. Amounts are exact; the server adds them up.
 
+import type { ReactNode } from "react";
 import type { GetMonthReportResponseJson } from "../gen/weir/v1/billing_service_pb.js";
 import type { GetInvoiceResponseJson, MonthDocumentFormatJson } from "../gen/weir/v1/months_pb.js";
 import { blobOf, call, file } from "../client.js";
@@ -8,6 +9,7 @@ import {
   amountPlaces,
   count,
   money,
+  monthOf,
   negated,
   perMillion,
   picosOf,
@@ -16,6 +18,8 @@ import {
   words,
 } from "../format.js";
 import type { AnyMoney } from "../format.js";
+import { Corrections } from "./corrections.js";
+import { AllMonths, MonthActions, Payments } from "./months.js";
 import { Badge, Command, Download, Note, Remark, Tile, Tiles, Time } from "../parts/basics.js";
 import type { Kind } from "../parts/basics.js";
 import { MonthChoice, OrganizationChoice, monthChosen, organizationOf } from "../parts/choices.js";
@@ -46,20 +50,40 @@ function Month() {
     const chosen = await organizationOf(caller, view);
     const months = await monthChosen(caller, view, chosen.ref);
     const report = await caller(REPORT, { organization: chosen.ref, month: months.month });
-    const invoice = report.invoiceNumber
-      ? await caller("BillingService/GetInvoice", { number: report.invoiceNumber })
-      : null;
-    return { chosen, months, report, invoice };
+    const [invoice, { adjustments = [] }] = await Promise.all([
+      report.invoiceNumber
+        ? caller("BillingService/GetInvoice", { number: report.invoiceNumber })
+        : null,
+      caller("BillingService/ListAdjustments", { organization: chosen.ref }),
+    ]);
+    return { chosen, months, report, invoice, corrections: adjustments };
   });
   return (
     <Show of={found}>
-      {({ chosen, months, report, invoice }) => (
+      {({ chosen, months, report, invoice, corrections }) => (
         <>
           <div className="controls">
             <OrganizationChoice of={chosen} />
             <MonthChoice of={months} />
           </div>
-          <Bill organization={chosen.ref} month={months.month} report={report} invoice={invoice} />
+          <Bill organization={chosen.ref} month={months.month} report={report} invoice={invoice}>
+            <MonthActions
+              key={`${chosen.ref} ${months.month}`}
+              organization={chosen.ref}
+              month={months.month}
+              report={report}
+              corrections={corrections}
+              reload={found.reload}
+            />
+          </Bill>
+          <Corrections
+            of={corrections}
+            organization={chosen.ref}
+            currency={report.total?.currencyCode ?? chosen.currency}
+            invoiceNumber={report.invoiceNumber ?? ""}
+            reload={found.reload}
+          />
+          <AllMonths of={months.months} organization={chosen.ref} />
         </>
       )}
     </Show>
@@ -71,12 +95,15 @@ function Bill({
   month,
   report,
   invoice,
+  children,
 }: {
   organization: string;
   month: string;
   report: Report;
   invoice: GetInvoiceResponseJson | null;
+  children: ReactNode;
 }) {
+  const payments = invoice?.invoice?.payments ?? [];
   const currency = report.total?.currencyCode ?? "";
   const charges = report.charges ?? [];
   const sums = totals(report);
@@ -109,6 +136,7 @@ function Bill({
           note={endings(report)}
         />
       </Tiles>
+      {children}
       <Downloads organization={organization} month={month} report={report} />
       <h2>{t.usage}</h2>
       <Table
@@ -129,8 +157,9 @@ function Bill({
         <Remark kind="warning">{t.unrated(count(report.unratedEventCount))}</Remark>
       )}
       <Credit report={report} invoice={invoice} currency={currency} />
+      {payments.length > 0 && <Payments of={payments} />}
       <Note>{report.taxNote}</Note>
-      {report.state !== "MONTH_STATE_CLOSED" && (
+      {report.state !== "MONTH_STATE_CLOSED" && month < monthOf(new Date()) && (
         <Command
           what={t.closeCommand}
         >{`weir month close ${month} --org ${report.organizationName}`}</Command>

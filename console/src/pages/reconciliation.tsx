@@ -2,30 +2,18 @@
 // compares.
 
 import type { ReactNode } from "react";
-import type {
-  MonthJson,
-  InvoicePaymentJson,
-  VerifyMonthResponseJson,
-  AdjustmentJson,
-} from "../gen/weir/v1/months_pb.js";
+import type { MonthJson, VerifyMonthResponseJson } from "../gen/weir/v1/months_pb.js";
 import type { GetReconciliationResponseJson } from "../gen/weir/v1/reconciliation_pb.js";
 import type { GetReceiptMonthResponseJson } from "../gen/weir/v1/receipt_service_pb.js";
 import { count, money, wait, words } from "../format.js";
 import { Badge, Command, Id, Note, Remark, Time } from "../parts/basics.js";
-import type { Kind } from "../parts/basics.js";
 import { MonthChoice, OrganizationChoice, monthChosen, organizationOf } from "../parts/choices.js";
 import { Table, column } from "../parts/table.js";
 import { text } from "../texts.js";
-import { Show, addressOf, useLoaded, useView } from "../view.js";
+import { Show, useLoaded, useView } from "../view.js";
 import type { Page } from "../view.js";
 
 const STAGES = "BillingService/GetReconciliation";
-const PAYMENT_KINDS: Record<string, Kind> = {
-  PAYMENT_STATE_PAID: "good",
-  PAYMENT_STATE_FAILED: "bad",
-  PAYMENT_STATE_OVERDUE: "bad",
-  PAYMENT_STATE_UNCOLLECTIBLE: "bad",
-};
 const t = text.reconciliation;
 
 type Sum = NonNullable<GetReconciliationResponseJson["sums"]>[number];
@@ -46,20 +34,16 @@ function Reconciliation() {
     const asked = { organization: chosen.ref, month: months.month };
     const entry = months.months.find((each) => each.month === months.month);
     const isClosed = entry?.state === "MONTH_STATE_CLOSED";
-    const [stages, receipts, { adjustments = [] }, verified] = await Promise.all([
+    const [stages, receipts, verified] = await Promise.all([
       caller(STAGES, asked),
       caller("ReceiptService/GetReceiptMonth", asked),
-      caller("BillingService/ListAdjustments", {
-        organization: chosen.ref,
-        undecidedOnly: true,
-      }),
       isClosed ? caller("BillingService/VerifyMonth", asked) : null,
     ]);
-    return { chosen, months, entry, stages, receipts, adjustments, verified };
+    return { chosen, months, entry, stages, receipts, verified };
   });
   return (
     <Show of={found}>
-      {({ chosen, months, entry, stages, receipts, adjustments, verified }) => (
+      {({ chosen, months, entry, stages, receipts, verified }) => (
         <>
           <div className="controls">
             <OrganizationChoice of={chosen} />
@@ -90,28 +74,6 @@ function Reconciliation() {
           </Note>
           <h2>{t.documents}</h2>
           <Documents entry={entry} verified={verified} receipts={receipts} />
-          <h2>{t.waiting}</h2>
-          <Table
-            caption={t.waiting}
-            columns={[
-              column<AdjustmentJson>(t.proposed, (each) => <Time of={each.createTime} />),
-              column<AdjustmentJson>(t.by, (each) => <Id of={each.author} />),
-              column<AdjustmentJson>(t.for, (each) => each.invoiceNumber || t.nextInvoice),
-              column<AdjustmentJson>(t.reason, (each) => each.reason),
-              column<AdjustmentJson>(t.amount, (each) => money(each.amount), true),
-            ]}
-            rows={adjustments}
-            empty={t.noneWaiting}
-            keyOf={(each) => each.adjustmentId}
-          />
-          <h2>{t.allMonths}</h2>
-          <Table
-            caption={t.allMonths}
-            columns={monthColumns(chosen.ref)}
-            rows={months.months}
-            empty={t.noMonths}
-            keyOf={(each) => each.month}
-          />
           <Command
             what={t.stripeCommand}
           >{`weir reconcile ${months.month} --org ${stages.organizationName ?? ""}`}</Command>
@@ -246,29 +208,4 @@ function Documents({
     column<Document>(t.digest, (each) => <Id of={each.digest} />),
   ];
   return <Table caption={t.documents} columns={columns} rows={rows} keyOf={(each) => each.name} />;
-}
-
-const monthColumns = (organization: string) => [
-  column<MonthJson>(t.month, (each) => (
-    <a href={addressOf("month", { month: each.month, org: organization })}>{each.month}</a>
-  )),
-  column<MonthJson>(text.state, (each) => (
-    <Badge kind={each.state === "MONTH_STATE_CLOSED" ? "good" : "warning"}>
-      {words(each.state, "MONTH_STATE_")}
-    </Badge>
-  )),
-  column<MonthJson>(t.closed, (each) => <Time of={each.closeTime} />),
-  column<MonthJson>(t.by, (each) => <Id of={each.closedBy} />),
-  column<MonthJson>(
-    text.bill.invoice,
-    (each) => each.invoiceNumber || (each.state === "MONTH_STATE_CLOSED" ? t.nothingToInvoice : ""),
-  ),
-  column<MonthJson>(text.bill.total, (each) => (each.total ? money(each.total) : ""), true),
-  column<MonthJson>(t.payment, (each) =>
-    each.payments?.map((payment, index) => <Payment key={index} of={payment} />),
-  ),
-];
-
-function Payment({ of: { state } }: { of: InvoicePaymentJson }) {
-  return <Badge kind={PAYMENT_KINDS[state ?? ""] ?? ""}>{words(state, "PAYMENT_STATE_")}</Badge>;
 }

@@ -13,6 +13,7 @@ import {
 } from "react-aria-components";
 import { CallFailed, call, newRequestId } from "../client.js";
 import type { Name, Request, Response } from "../client.js";
+import type { MoneyJson } from "../gen/weir/v1/types_pb.js";
 import { PICOS, scaled } from "../format.js";
 import { text } from "../texts.js";
 import { useView } from "../view.js";
@@ -122,7 +123,7 @@ function Form<Call extends Name>({ change, close }: { change: Change<Call>; clos
       noValidate
       onSubmit={(event) => {
         event.preventDefault();
-        void submit();
+        if (!isBusy) void submit();
       }}
     >
       <Heading slot="title">{change.title}</Heading>
@@ -139,7 +140,7 @@ function Form<Call extends Name>({ change, close }: { change: Change<Call>; clos
       {error !== null && !isShownAtFields && <Problem of={error} />}
       <div className="buttons">
         <Button onPress={close}>{text.keep}</Button>
-        <Button type="submit" kind={change.isDanger ? "danger" : "primary"} isDisabled={isBusy}>
+        <Button type="submit" kind={change.isDanger ? "danger" : "primary"} isBusy={isBusy}>
           {change.act}
         </Button>
       </div>
@@ -238,9 +239,13 @@ export function listed(value = ""): string[] {
   return value.split(/[\s,]+/).filter(Boolean);
 }
 
-// Whole number as the server reads it: digits grouped with commas or spaces are accepted.
+// Number as the server reads it: digits grouped with commas or spaces, and the minus that the page
+// shows, are accepted.
 export function digits(value = ""): string {
-  return value.replace(/(?<=\d)[, _](?=\d{3})/g, "").trim();
+  return value
+    .replace(/(?<=\d)[, _](?=\d{3})/g, "")
+    .replace("\u2212", "-")
+    .trim();
 }
 
 // Value that the page cannot write into the call's field; the field says so.
@@ -258,6 +263,13 @@ export function exactly(field: string, entered = ""): string {
   const picos = scaled(digits(entered), PICOS);
   if (picos === null) throw new Unusable(field, text.notAnAmount(entered));
   return picos;
+}
+
+// Entered amount as money of the contract.
+export function moneyOf(field: string, entered = "", currencyCode = ""): MoneyJson {
+  const picos = BigInt(exactly(field, entered));
+  const unit = 10n ** BigInt(PICOS);
+  return { currencyCode, units: String(picos / unit), picos: String(picos % unit) };
 }
 
 // Time of an input in the reader's zone, in UTC.

@@ -47,9 +47,16 @@ export function Problem({ of: error }: { of: unknown }) {
   const retry = secondsOf(error.detail("RetryInfo")?.retryDelay);
   const reason = error.detail("ErrorInfo")?.reason;
   const shown = violations.map((each) => `${each.field}: ${each.description}`).join("; ");
+  const obstacles = error.detail("PreconditionFailure")?.violations ?? [];
   return (
     <Remark kind="bad">
-      {shown || error.message}
+      {obstacles.length > 1
+        ? obstacles.map((each, index) => (
+            <span key={index} className="line">
+              {each.description}
+            </span>
+          ))
+        : shown || error.message}
       {retry !== null && ` ${text.errors.retry(wait(retry))}`}
       {reason && <span className="note reason">{reason}</span>}
     </Remark>
@@ -125,11 +132,23 @@ export function Command({ what = text.command, children }: { what?: string; chil
   );
 }
 
+// While it is busy, a button does nothing and keeps the focus, which a disabled one would lose.
 export function Button({
   kind = "",
+  isBusy = false,
+  onPress,
   ...props
-}: ButtonProps & { kind?: "" | "primary" | "danger" | "small" | "danger small" }) {
-  return <AriaButton {...props} className={`button ${kind}`} />;
+}: ButtonProps & {
+  kind?: "" | "primary" | "danger" | "small" | "danger small";
+  isBusy?: boolean;
+}) {
+  return (
+    <AriaButton
+      {...props}
+      {...(isBusy ? { type: "button" } : onPress ? { onPress } : {})}
+      className={`button ${kind} ${isBusy ? "busy" : ""}`}
+    />
+  );
 }
 
 // Copies a text, and says so.
@@ -169,7 +188,7 @@ export function Download({
     setBusy(false);
   };
   return (
-    <Button isDisabled={isBusy} onPress={() => void download()}>
+    <Button isBusy={isBusy} onPress={() => void download()}>
       {children}
     </Button>
   );
