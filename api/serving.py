@@ -60,6 +60,7 @@ from api.metrics.operator_http import (
 from api.observability.collector import collector_of
 from api.observability.observer import Observer
 from api.observability.spans import Spans
+from api.observability.traffic import TrafficRecorder
 from api.openai.gateway import Gateway
 from api.openai.listener import Handle, Listener, paced
 from api.process import (
@@ -187,6 +188,9 @@ class Server:
             self.observer,
             self.pace,
         )
+        live = partial(control.live_phases, self.registry)
+        self.traffic = TrafficRecorder(self.admin_sessions, self.observer.counts, live)
+        self._opened.push_async_callback(self.traffic.write)
         self.exchange = QueueExchange(settings.database.url, self.process_id)
         self.registry.queues_changed = self._share_queues
         self._share_queues()
@@ -421,6 +425,7 @@ class Server:
         self._keep_running("issuer keys", self.issuer_keys.run)
         self._keep_running("provider keys", self.sign_in.client.keys.run)
         self._keep_running("recovery", self.recover_regularly)
+        self._keep_running("traffic", self.traffic.run)
         self._keep_running("progress", self.registry.report_progress_regularly)
         self._keep_running("statistics log", partial(log_statistics_regularly, self.registry))
         self._keep_running("loop lag", partial(self.observer.loop_lag.measure, self.pace.late))

@@ -54,6 +54,7 @@ NAMES = {
     "GetMonthReportResponse": "MonthReport",
     "GetOwnUsageResponse": "UsageReport",
     "GetRequestResponse": "RecordedRequest",
+    "GetTrafficResponse": "Traffic",
     "GetUsageResponse": "UsagePage",
     "InviteMemberResponse": "CreatedInvitation",
     "KillRequestResponse": "KilledRequest",
@@ -256,6 +257,8 @@ CALLS: Mapping[str, Mapping[str, str]] = {
         "CreateSignInLink": "person",
         "ErasePerson": "person",
         "SetGroupRole": "organization group role",
+        "GetTraffic": "period?",
+        "ListConcerns": "",
     },
     "BillingService": {
         "GetMonthReport": "organization month",

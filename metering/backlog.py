@@ -1,4 +1,5 @@
-"""Backlog over all processes: usage to rate, hours to export, overdue holds.
+"""Backlog over all processes: usage to rate, hours to export, overdue holds, and work that waits
+for people.
 
 Operators poll it every few seconds: each number comes from a list or an index of pending rows, and
 counting stops at a bound, so that a long backlog does not become longer by being measured.
@@ -6,10 +7,12 @@ counting stops at a bound, so that a long backlog does not become longer by bein
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.store.db import Sessions
 from metering.worker import APPLICATION
@@ -63,6 +66,59 @@ FROM (
 ) AS b
 """)
 
+SHOWN_MAX = 20  # rows of each kind of work that waits for people
+EXPORT_LATE_S = 7200.0  # an hour is exported within minutes after its end
+MONTHS_BACK = 3  # of months that are looked at: a month is closed in the days after its end
+# Each begins with kind, organization, subject, count, age in seconds, detail.
+WEBHOOKS_FAILING = f"""
+SELECT 'webhook_failing' AS kind, o.name, '' AS subject, w.failure_count::bigint AS number,
+       extract(epoch FROM now() - d.since)::float8 AS age_s, coalesce(d.last_error, '') AS detail
+FROM alert_webhooks w
+JOIN organizations o ON o.id = w.organization_id
+LEFT JOIN LATERAL (
+    SELECT min(created_at) AS since,
+           (array_agg(last_error ORDER BY attempted_at DESC)
+               FILTER (WHERE last_error IS NOT NULL))[1] AS last_error
+    FROM alert_deliveries
+    WHERE organization_id = w.organization_id AND state = 'pending'
+) AS d ON true
+WHERE w.failure_count > 0
+ORDER BY d.since
+LIMIT {SHOWN_MAX}
+"""
+MONTHS_OPEN = f"""
+SELECT 'month_open', min(o.name), to_char(m.month, 'YYYY-MM'), count(*),
+       extract(epoch FROM now() - (m.month + interval '1 month') AT TIME ZONE 'UTC')::float8, ''
+FROM generate_series(1, {MONTHS_BACK}) AS back,
+     LATERAL (
+         SELECT date_trunc('month', now() AT TIME ZONE 'UTC') - make_interval(months => back)
+             AS month
+     ) AS m,
+     organizations o
+WHERE EXISTS (
+          SELECT FROM ledger_transactions
+          WHERE organization_id = o.id AND billing_month = m.month
+      )
+  AND NOT EXISTS (
+          SELECT FROM billing_months
+          WHERE organization_id = o.id AND month = m.month AND state = 'closed'
+      )
+GROUP BY m.month
+ORDER BY m.month
+"""
+ADJUSTMENTS_WAITING = f"""
+SELECT 'adjustment_waiting', o.name, a.id::text, 1,
+       extract(epoch FROM now() - a.created_at)::float8, a.reason
+FROM adjustments a
+JOIN organizations o ON o.id = a.organization_id
+WHERE NOT EXISTS (SELECT FROM adjustment_decisions WHERE adjustment_id = a.id)
+ORDER BY a.created_at
+LIMIT {SHOWN_MAX}
+"""
+FOR_PEOPLE = text(
+    " UNION ALL ".join(f"({each})" for each in (WEBHOOKS_FAILING, MONTHS_OPEN, ADJUSTMENTS_WAITING))
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
@@ -101,3 +157,52 @@ async def read_backlog(sessions: Sessions) -> Backlog:
     """Query the backlog. Raises: DatabaseUnavailable."""
     async with sessions() as session:
         return Backlog(*(await session.execute(BACKLOG)).one())
+
+
+class ConcernKind(enum.StrEnum):
+    """Kind of a concern, as in `weir.v1.ConcernKind`."""
+
+    WORKER_MISSING = "worker_missing"
+    USAGE_UNBILLED = "usage_unbilled"
+    HOLDS_OVERDUE = "holds_overdue"
+    EXPORT_LATE = "export_late"
+    WEBHOOK_FAILING = "webhook_failing"
+    MONTH_OPEN = "month_open"
+    ADJUSTMENT_WAITING = "adjustment_waiting"
+
+
+@dataclass(frozen=True, slots=True)
+class Concern:
+    """Something that an operator should look at; the meaning of the fields depends on the kind."""
+
+    kind: ConcernKind
+    organization_name: str = ""
+    subject: str = ""
+    count: int = 0
+    age_s: float | None = None
+    detail: str = ""
+
+
+def concerns_of(backlog: Backlog) -> list[Concern]:
+    """Return the parts of a backlog that do not go away by themselves within a minute."""
+    found = []
+    if not backlog.worker_count:
+        found.append(Concern(ConcernKind.WORKER_MISSING))
+    if (age_s := backlog.unrated_age_s) > LATE_AFTER_S:
+        found.append(
+            Concern(ConcernKind.USAGE_UNBILLED, count=backlog.unrated_event_count, age_s=age_s)
+        )
+    if backlog.overdue_hold_count:
+        found.append(Concern(ConcernKind.HOLDS_OVERDUE, count=backlog.overdue_hold_count))
+    if (age_s := backlog.unexported_age_s) > EXPORT_LATE_S:
+        found.append(
+            Concern(ConcernKind.EXPORT_LATE, count=backlog.unexported_batch_count, age_s=age_s)
+        )
+    return found
+
+
+async def read_concerns(session: AsyncSession) -> list[Concern]:
+    """Find what an operator should look at. Raises: DatabaseUnavailable."""
+    backlog = Backlog(*(await session.execute(BACKLOG)).one())
+    rows = (await session.execute(FOR_PEOPLE)).all()
+    return concerns_of(backlog) + [Concern(ConcernKind(kind), *rest) for kind, *rest in rows]

@@ -34,7 +34,7 @@ receipt_chains receipt_keys replica_demands replica_drains replica_runs
 resale_statement_lines resale_statements retired_months
 retired_receipts rule_changes stripe_events
 stripe_invoices stripe_late_items stripe_month_items stripe_month_settlements stripe_objects
-unrated_usage usage_corrections usage_days worker_incidents
+traffic unrated_usage usage_corrections usage_days worker_incidents
 """
 PARTITION = re.compile(r"usage_events_(\d{4}_\d{2}|default)")  # one per month, created ahead
 MONTHS_AHEAD = 3  # time without a worker, which creates partitions too, before one is missing

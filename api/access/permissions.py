@@ -72,6 +72,7 @@ PERMISSIONS: Mapping[str, tuple[Permission, ...]] = {
             OPERATOR,
             *("ListLiveRequests", "GetRequest", "KillRequest", "ExpireOverdueHolds"),
         ),
+        allowed("traffic.read", OPERATOR, "GetTraffic", "ListConcerns"),
         allowed("queue_weights.set", OPERATOR, "SetQueueWeight"),
         allowed("fleet.read", OPERATOR, "ListReplicas", "GetFleet", "ListFleetVersions"),
         allowed("fleet.change", OPERATOR, "DrainReplica", "UndrainReplica", "ApplyFleet"),

@@ -1,5 +1,5 @@
 """Base of the gRPC servicers that read and change the database: authentication, transactions,
-idempotency, and a fair share of the connections for reports.
+idempotency, a fair share of the connections for reports, and reads that callers share.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ import contextlib
 import copy
 import functools
 import inspect
+import math
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from google.protobuf.message import Message
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -43,6 +45,7 @@ M = TypeVar("M", bound=Message)
 WAITING_PER_KEY_MAX = 16
 # Seconds. A report on a month of many millions of requests takes some; clients time out after 30 s.
 REPORT_S = 25.0
+SHARED_READS_MAX = 32  # kept results, some 100 kB each at most
 
 
 class Reports:
@@ -89,6 +92,40 @@ class Reports:
             async with self.session_of(reader) as sessions, sessions() as session:
                 await read_one_moment(session, REPORT_S)
                 yield session
+
+
+class SharedReads:
+    """Reads whose results several callers get, so that many open pages cost as much as one.
+
+    A caller gets a result that was begun after its call or, with `age_max_s`, at most that long
+    before. Reads with equal keys run one after the other, and begin at least `apart_s` after each
+    other.
+    """
+
+    def __init__(self, *, age_max_s: float = 0.0, apart_s: float = 0.0) -> None:
+        self._age_max_s, self._apart_s = age_max_s, apart_s
+        # The latest read by key: when it began, on the clock of the loop, and its result.
+        self._latest: dict[Hashable, tuple[float, Any]] = {}
+        self._locks: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
+
+    async def read(self, key: Hashable, make: Callable[[], Awaitable[A]]) -> A:
+        """Return the result of `make`, perhaps of another caller's. Raises: what `make` raises."""
+        clock = asyncio.get_running_loop().time
+        called_at = clock()
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        async with lock:
+            begun_at, result = self._latest.get(key, (-math.inf, None))
+            if begun_at >= called_at - self._age_max_s:
+                shared: A = result
+                return shared
+            await asyncio.sleep(max(begun_at + self._apart_s - clock(), 0.0))
+            begun_at = clock()
+            made = await make()
+            self._latest.pop(key, None)
+            self._latest[key] = begun_at, made
+            while len(self._latest) > SHARED_READS_MAX:
+                del self._latest[next(iter(self._latest))]
+            return made
 
 
 def sessions_of(caller: Principal, sessions: Sessions) -> Sessions:

@@ -27,6 +27,7 @@ from api.access.roles import is_operator
 from api.access.servicer import (
     AuthenticatedServicer,
     CallerTransaction,
+    SharedReads,
     listing,
     once,
     reading,
@@ -35,7 +36,14 @@ from api.access.servicer import (
 )
 from api.admin.configuration_calls import ConfigurationCalls, InThread, at_once, json_text
 from api.admin.fleet_calls import FleetCalls, version_message
-from api.admin.live_calls import LiveCalls, ReplicaCalls
+from api.admin.live_calls import (
+    CONCERNS_AGE_MAX_S,
+    TRAFFIC_AGE_MAX_S,
+    VIEWS_APART_S,
+    LiveCalls,
+    ReplicaCalls,
+    TrafficCalls,
+)
 from api.admin.member_calls import (
     InvitationCalls,
     MemberCalls,
@@ -250,6 +258,7 @@ class AdminServicer(
     WebhookCalls,
     LiveCalls,
     ReplicaCalls,
+    TrafficCalls,
     FleetCalls,
     InvitationCalls,
     MemberCalls,
@@ -295,3 +304,6 @@ class AdminServicer(
         self._private_webhooks = addresses.private_webhooks
         self._private_issuers = addresses.private_issuers
         self._console_url = addresses.console_url
+        self._views = SharedReads(apart_s=VIEWS_APART_S)
+        self._traffic = SharedReads(age_max_s=TRAFFIC_AGE_MAX_S)
+        self._concerns = SharedReads(age_max_s=CONCERNS_AGE_MAX_S)

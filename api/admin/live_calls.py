@@ -1,4 +1,4 @@
-"""RPCs that list, find and end running requests, expire overdue holds, and drain replicas."""
+"""RPCs about the running service: requests, replicas, traffic, and what an operator must see."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from typing import Any, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import live_requests_pb2 as live_pb
+from weir.v1 import operation_pb2 as operation_pb
 from weir.v1 import replicas_pb2 as replica_pb
 
-from api.access.servicer import AuthenticatedServicer
+from api.access.servicer import AuthenticatedServicer, SharedReads
 from api.core import wire
 from api.core.interceptor import Context
 from api.core.messages import find_generation
+from api.observability.traffic import Latencies, ModelTraffic, Traffic, traffic_of
 from inference.routing.router import Router
+from metering.backlog import Concern, read_concerns
 from metering.control import live
 from metering.control.live import LiveRow, cancel_request
+from metering.control.traffic import Counts, Period
 from metering.core.audit import record_change
 from metering.core.errors import InvalidValue, NotFound
 from metering.holds.recovery import sweep_expired_holds
@@ -33,6 +37,20 @@ REASON_CHARS_MAX = 200
 PAGE_SIZE = 200
 END_WAIT_S = 2.0  # a healthy process ends a request within milliseconds
 END_POLL_S = 0.005
+# Seconds between two views of the same requests or replicas, each of which asks all processes.
+VIEWS_APART_S = 0.1
+TRAFFIC_AGE_MAX_S = 5.0  # a third of the shortest step
+CONCERNS_AGE_MAX_S = 10.0
+PERIODS = {
+    operation_pb.TRAFFIC_PERIOD_UNSPECIFIED: Period.HOUR,
+    operation_pb.TRAFFIC_PERIOD_QUARTER_HOUR: Period.QUARTER_HOUR,
+    operation_pb.TRAFFIC_PERIOD_HOUR: Period.HOUR,
+    operation_pb.TRAFFIC_PERIOD_DAY: Period.DAY,
+}
+# Fields of a message by the counts of `Counts`.
+COUNT_FIELDS = [
+    f"{each.removesuffix('s').replace('tokens', 'token')}_counts" for each in Counts._fields
+]
 
 
 class LiveCalls(AuthenticatedServicer):
@@ -40,6 +58,7 @@ class LiveCalls(AuthenticatedServicer):
 
     _database_url: str
     _signer: Signer | None
+    _views: SharedReads
 
     async def ListLiveRequests(
         self, request: live_pb.ListLiveRequestsRequest, context: Context
@@ -48,11 +67,14 @@ class LiveCalls(AuthenticatedServicer):
         async with self._sessions() as session:
             owner = request.organization
             owner_id = (await tenants.find_organization(session, owner)).id if owner else None
+        asked = owner_id, request.page_size or PAGE_SIZE, request.stuck_only
+        return await self._views.read(asked, lambda: self._view(*asked))
+
+    async def _view(
+        self, owner_id: uuid.UUID | None, page_size: int, stuck_only: bool
+    ) -> live_pb.ListLiveRequestsResponse:
         view = await live.live_view(
-            self._sessions,
-            organization_id=owner_id,
-            page_size=request.page_size or PAGE_SIZE,
-            stuck_only=request.stuck_only,
+            self._sessions, organization_id=owner_id, page_size=page_size, stuck_only=stuck_only
         )
         return live_pb.ListLiveRequestsResponse(
             requests=map(live_request_message, view.requests),
@@ -226,18 +248,94 @@ def check_reason(reason: str) -> None:
         raise InvalidValue("reason", f"must be at most {REASON_CHARS_MAX} printable characters")
 
 
+class TrafficCalls(AuthenticatedServicer):
+    """RPCs for the charts and the front page of an operator."""
+
+    _traffic: SharedReads
+    _concerns: SharedReads
+
+    async def GetTraffic(
+        self, request: operation_pb.GetTrafficRequest, context: Context
+    ) -> operation_pb.GetTrafficResponse:
+        await self._caller(context)
+        period = PERIODS.get(request.period)
+        if period is None:
+            raise InvalidValue("period", f"must be 0 to {max(PERIODS)}, got {request.period}")
+        return await self._traffic.read(period, lambda: self._read_traffic(period))
+
+    async def _read_traffic(self, period: Period) -> operation_pb.GetTrafficResponse:
+        return traffic_message(await traffic_of(self._sessions, period))
+
+    async def ListConcerns(
+        self, request: operation_pb.ListConcernsRequest, context: Context
+    ) -> operation_pb.ListConcernsResponse:
+        await self._caller(context)
+        return await self._concerns.read("", self._read_concerns)
+
+    async def _read_concerns(self) -> operation_pb.ListConcernsResponse:
+        async with self._sessions() as session:
+            concerns = await read_concerns(session)
+        return operation_pb.ListConcernsResponse(concerns=map(concern_message, concerns))
+
+
+def concern_message(concern: Concern) -> operation_pb.Concern:
+    return operation_pb.Concern(
+        kind=operation_pb.ConcernKind.Value(f"CONCERN_KIND_{concern.kind.name}"),
+        organization_name=concern.organization_name,
+        subject=concern.subject,
+        count=concern.count,
+        age=None if concern.age_s is None else wire.duration(max(concern.age_s, 0.0)),
+        detail=concern.detail,
+    )
+
+
+def traffic_message(traffic: Traffic) -> operation_pb.GetTrafficResponse:
+    message = operation_pb.GetTrafficResponse(
+        step=wire.duration(traffic.period.step_s),
+        step_count=traffic.period.step_count,
+        total=model_message(traffic.total),
+        models=map(model_message, traffic.models),
+    )
+    message.start_time.FromMilliseconds(round(traffic.start_s * 1000))
+    return message
+
+
+def model_message(traffic: ModelTraffic) -> operation_pb.ModelTraffic:
+    counts: dict[str, Any] = dict(zip(COUNT_FIELDS, traffic.counts, strict=True))
+    return operation_pb.ModelTraffic(
+        model=traffic.model,
+        running_counts=traffic.running,
+        waiting_counts=traffic.waiting,
+        first_token=latency_message(traffic.first_token),
+        inter_token=latency_message(traffic.inter_token),
+        errors=[
+            operation_pb.TrafficError(reason=reason, count=count)
+            for reason, count in traffic.errors
+        ],
+        **counts,
+    )
+
+
+def latency_message(latencies: Latencies) -> operation_pb.Latency:
+    return operation_pb.Latency(
+        p50_ms=latencies.p50_ms,
+        p99_ms=latencies.p99_ms,
+        period_p50_ms=latencies.period_p50_ms,
+        period_p99_ms=latencies.period_p99_ms,
+    )
+
+
 class ReplicaCalls(AuthenticatedServicer):
     """RPCs for replicas."""
 
     _router: Router
+    _views: SharedReads
 
     async def ListReplicas(
         self, request: replica_pb.ListReplicasRequest, context: Context
     ) -> replica_pb.ListReplicasResponse:
         await self._caller(context)
-        view = await live.replica_view(self._sessions)
-        async with self._sessions() as session:
-            drains = await live.list_drains(session)
+        view, drains = await self._views.read("replicas", self._replicas_and_drains)
         rows: Sequence[LiveRow] = view.replicas
         if model := request.model:
             rows = [row for row in rows if live.is_of(row.model, model)]
@@ -247,6 +345,11 @@ class ReplicaCalls(AuthenticatedServicer):
         return replica_pb.ListReplicasResponse(
             drains=map(drain_message, drains), **replicas_of(view, rows)
         )
+
+    async def _replicas_and_drains(self) -> tuple[live.ReplicaView, Sequence[LiveRow]]:
+        view = await live.replica_view(self._sessions)
+        async with self._sessions() as session:
+            return view, await live.list_drains(session)
 
     async def DrainReplica(
         self, request: replica_pb.DrainReplicaRequest, context: Context

@@ -89,6 +89,7 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
         *("ListAlertWebhooks", "SetAlertWebhook", "TestAlertWebhook", "DeleteAlertWebhook"),
         *("ListReplicas", "DrainReplica", "UndrainReplica"),
         *("ListLiveRequests", "GetRequest", "KillRequest", "ListAuditEntries"),
+        *("GetTraffic", "ListConcerns"),
     ),
     "BillingService": (
         *("GetUsage", "GetForecast", "ExportMonth"),
@@ -116,6 +117,14 @@ JSON = "application/json"
 BODY_BYTES_MAX = 4096
 TOO_LARGE = "the response is too large for a page: request less, or use the command `weir`"
 UNREADABLE_CHARS_MAX = 300
+# Responses that several callers get are encoded once; so many of the latest are kept.
+SHARED = frozenset(
+    {
+        f"weir.v1.{name}Response"
+        for name in ("GetTraffic", "ListConcerns", "ListLiveRequests", "ListReplicas")
+    }
+)
+SHARED_MAX = 8
 FAULT_CODES = {
     404: code_pb2.UNIMPLEMENTED,
     405: code_pb2.UNIMPLEMENTED,
@@ -284,6 +293,8 @@ class Console:
         self._stall_max_s = stall_max_s
         # One response at a time: a computing thread slows the streams of this process.
         self._json_thread = ThreadPoolExecutor(1, "weir-console")
+        # Messages of `SHARED` with their JSON, by identity; the kept message keeps its identity.
+        self._encoded: dict[int, tuple[Message, asyncio.Future[str]]] = {}
 
     def handle(self, request: web.BaseRequest) -> Coroutine[Any, Any, web.StreamResponse]:
         """Handle a request to the console, or pass it to the next handler."""
@@ -437,8 +448,17 @@ class Console:
         """Encode a message as protobuf JSON in a thread. Raises: InvalidRequest if too large."""
         if answer.ByteSize() > ANSWER_BYTES_MAX:
             raise InvalidRequest([FieldViolation("page_size", TOO_LARGE)])
+        if answer.DESCRIPTOR.full_name not in SHARED:
+            return await self._encode(answer)
+        if id(answer) not in self._encoded:
+            self._encoded[id(answer)] = answer, self._encode(answer)
+            while len(self._encoded) > SHARED_MAX:
+                del self._encoded[next(iter(self._encoded))]
+        return await asyncio.shield(self._encoded[id(answer)][1])
+
+    def _encode(self, answer: Message) -> asyncio.Future[str]:
         write = functools.partial(json_format.MessageToJson, answer, indent=None)
-        return await asyncio.get_running_loop().run_in_executor(self._json_thread, write)
+        return asyncio.get_running_loop().run_in_executor(self._json_thread, write)
 
 
 class FileAnswer:

@@ -14,6 +14,7 @@ import { endUsers } from "./pages/end-users.js";
 import { fleet } from "./pages/fleet.js";
 import { keys } from "./pages/keys.js";
 import { limits } from "./pages/limits.js";
+import { live } from "./pages/live.js";
 import { members } from "./pages/members.js";
 import { month } from "./pages/month.js";
 import { overview } from "./pages/overview.js";
@@ -31,7 +32,7 @@ import { ViewContext, addressOf } from "./view.js";
 import type { Page, View } from "./view.js";
 
 const GROUPS: [string, Page[]][] = [
-  [text.groups.use, [overview, playground, requests, usage, endUsers]],
+  [text.groups.use, [overview, live, playground, requests, usage, endUsers]],
   [text.groups.access, [members, keys, limits, tenants, alerts, persons]],
   [text.groups.money, [month, reconciliation, prices]],
   [text.groups.operate, [fleet, audit]],

@@ -8,6 +8,28 @@ const ends: Record<string, string> = {
   RESULT_PENDING: "will end: its process has not confirmed yet",
 };
 
+// What an operator should look at, by kind.
+const concerns: Record<
+  string,
+  (organization: string, subject: string, count: string, age: string) => string
+> = {
+  CONCERN_KIND_WORKER_MISSING: () => "No billing worker is connected: usage is not billed.",
+  CONCERN_KIND_USAGE_UNBILLED: (_organization, _subject, count, age) =>
+    `${count} usage events wait to be billed, the oldest for ${age}.`,
+  CONCERN_KIND_HOLDS_OVERDUE: (_organization, _subject, count) =>
+    `${count} holds are overdue: no worker ends them.`,
+  CONCERN_KIND_EXPORT_LATE: (_organization, _subject, count, age) =>
+    `${count} hours of usage are not exported, the oldest for ${age}.`,
+  CONCERN_KIND_WEBHOOK_FAILING: (organization, _subject, count) =>
+    `The webhook of ${organization} has failed ${count} times in a row.`,
+  CONCERN_KIND_MONTH_OPEN: (organization, month, count) =>
+    count === "1"
+      ? `The month ${month} of ${organization} has to be closed.`
+      : `The month ${month} has to be closed for ${count} organizations, such as ${organization}.`,
+  CONCERN_KIND_ADJUSTMENT_WAITING: (organization, _subject, _count, age) =>
+    `A correction for ${organization} has waited for a second person for ${age}.`,
+};
+
 const en = {
   locale: "en",
   loading: "Loading.",
@@ -120,6 +142,7 @@ const en = {
   groups: { use: "Use", access: "Access", money: "Billing", operate: "Operation" },
   pages: {
     overview: "Overview",
+    live: "Live",
     playground: "Playground",
     requests: "Requests",
     usage: "Usage",
@@ -150,13 +173,85 @@ const en = {
     meter: (used: number, held: number) => `${used} % used, ${held} % held`,
     span: (name: string, start: string) => `${name}: from ${start}`,
   },
+  live: {
+    charts: "Traffic",
+    period: "Time",
+    quarterHour: "Last 15 minutes",
+    hour: "Last hour",
+    day: "Last 24 hours",
+    allModels: "All models",
+    unknownModel: "(unknown model)",
+    explanation:
+      "Sums of all gateways. Requests and tokens count when their request ends. Percentiles are " +
+      "those of all requests together, from the histograms of all gateways.",
+    requestsPerMinute: "Requests per minute",
+    all: "all",
+    errors: "Refused or failed",
+    tokensPerSecond: "Tokens per second",
+    firstToken: "Time to first token",
+    interToken: "Time between tokens",
+    p50: "median",
+    p99: "99th percentile",
+    queue: "Running and waiting requests",
+    cacheHits: "Cache hits",
+    ofPrompts: "of the prompt tokens",
+    byModel: "By model",
+    firstTokenPercentiles: "First token, median / p99",
+    interTokenPercentiles: "Between tokens, median / p99",
+    noTraffic: "No request has ended in this time.",
+    errorsByReason: "Why requests were refused or have failed",
+    reason: "Reason",
+  },
   overview: {
-    onlyModels:
-      "To see running requests, sign in with an admin key. This key shows the models that you " +
-      "may use.",
+    gateways: "Gateways",
+    answering: "answering",
+    silent: (count: string) => `${count} without an answer`,
+    modelsReady: "Models available",
+    readyModels: (ready: number, all: number) => `${ready} of ${all}`,
+    now: "now",
+    waitingOf: (count: string) => `${count} of the oldest wait`,
+    ttft: "First token, 15 minutes",
+    ttftNote: (p99: string) => `median; 99th percentile ${p99}`,
+    errors: "Refused or failed, 15 minutes",
+    ofRequests: (all: string, percent: string) => `of ${all} requests, ${percent} %`,
+    attention: "Needs attention",
+    noConcerns: "Nothing needs your attention.",
+    concern: (kind: string, organization: string, subject: string, count: string, age: string) =>
+      (concerns[kind] ?? (() => kind))(organization, subject, count, age),
+    brokenReplica: (replica: string, model: string, state: string) =>
+      `Replica ${replica} of ${model} is ${state}.`,
+    drainedReplica: (replica: string, model: string) =>
+      `Replica ${replica} of ${model} is drained.`,
+    lately: "Last 15 minutes",
+    allCharts: "All charts",
+    modelHealth: "Models in the last 15 minutes",
+    alerts: "Latest alerts",
+    noAlerts: "There is no alert.",
+    when: "When",
+    what: "What",
+    threshold: "Threshold",
+    firstSteps: "First steps",
+    stepKey: "Create an API key.",
+    stepTry: "Try a model in the playground. You see the cost while the answer streams.",
+    stepCode: "Copy the code of the call for Python, TypeScript or curl.",
+    stepLimit: "Set a limit, so that no month costs more than you want.",
+    done: "done",
+    spent: "Spent this month (UTC)",
+    forecast: "Forecast for the month",
+    band: (low: string, high: string, percent: number) =>
+      `between ${low} and ${high} in ${percent} % of such months`,
+    today: "Today (UTC)",
+    requestsOfMonth: "Requests this month",
+    outputOfMonth: "Output this month",
+    limits: "Tightest limits",
+    allLimits: (count: string) => `All ${count}`,
+    expiring: "Keys that expire within 14 days",
+    expires: "Expires",
+    failures: "Failed and limited requests of the last 7 days",
+    failuresNote:
+      "Requests that were billed at least in part. Refused requests cost nothing and are not " +
+      "listed.",
     live: "Running requests",
-    requestsNow: "Requests in the last five minutes",
-    outputNow: "Output in the last five minutes",
     running: "running",
     requests: "Requests",
     waiting: "Waiting",
@@ -574,6 +669,8 @@ const en = {
     labelKey: "Label to group by",
     onlyEndUser: "Only this end user",
     onlyLabel: "Only with the label",
+    only: (name: string, value: string) =>
+      `${{ only_project: "project", only_key: "key", model: "model" }[name]} ${value} \u00d7`,
     beforePlan: "before plan, credit and tax",
     computed: "Input, computed",
     cachedInput: "Cached input",

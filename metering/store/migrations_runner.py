@@ -103,6 +103,7 @@ UPDATED = frozenset(
         "suspensions",
         "token_issuers",
         "token_revocations",
+        "traffic",
         "unrated_usage",
         "usage_events",
         "usage_subject_counts",
@@ -140,6 +141,7 @@ DELETED = frozenset(
         "superseded_secrets",
         "suspensions",
         "token_revocations",
+        "traffic",
         "unrated_usage",
         "used_tokens",
     }

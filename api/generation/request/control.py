@@ -145,6 +145,16 @@ def report(registry: RequestRegistry) -> list[dict[str, Any]]:
     return [record(request, now) for request in registry.running()]
 
 
+def live_phases(registry: RequestRegistry) -> list[tuple[str, str]]:
+    """Return model and phase of each running and waiting request."""
+    return [(model_of(request), request.phase.name) for request in registry.running()]
+
+
+def model_of(request: Running) -> str:
+    """Return the model of a request; empty before routing, when clients can have sent any text."""
+    return "" if isinstance(request.phase, Received) else request.start.model
+
+
 def record(request: Running, now: float) -> dict[str, Any]:
     """Describe one request without its content. `now` is on the monotonic clock."""
     payer, usage, phase = request.caller.payer, request.usage, request.phase
@@ -154,8 +164,7 @@ def record(request: Running, now: float) -> dict[str, Any]:
         "organization_id": str(payer.organization_id),
         "project_id": str(payer.project_id),
         "api_key_id": str(payer.api_key_id),
-        # Before routing, clients can have sent any text.
-        "model": "" if isinstance(phase, Received) else request.start.model,
+        "model": model_of(request),
         "phase": phase_word(request),
         "age_s": now - request.caller.received_at,
         "input_token_count": usage.input_token_count,

@@ -169,7 +169,7 @@ function Usage() {
     const period = await periodOf(caller, view, chosen.ref, isOwn);
     const filter = filterOf(view);
     const asked = { ...period.request, ...filter.request, groupBy: GROUP_BY };
-    const isPart = filter.request.endUser || filter.request.labels; // the forecast is of everything
+    const isPart = Object.keys(filter.request).length > 0; // the forecast is of everything
     const hasForecast = !isOwn && !isPart && period.request.month === monthOf(new Date());
     const [report, forecast, other] = await Promise.all([
       reportOf(caller, view, isOwn, chosen.ref, asked),
@@ -200,6 +200,7 @@ function Usage() {
             </div>
             <OtherDays />
             <Filter />
+            <Narrowed />
             {filter.isFaulty && <Remark kind="bad">{t.labelFault}</Remark>}
             <UsageTiles total={total} currency={chosen.currency} />
             {forecast && <Forecast of={forecast} />}
@@ -368,8 +369,15 @@ export function OtherDays() {
   );
 }
 
+// Filters of the address that rows of a grouping lead to, and their options of the terminal.
+const NARROWED: [string, "project" | "apiKey" | "model", string][] = [
+  ["only_project", "project", "--project"],
+  ["only_key", "apiKey", "--key"],
+  ["model", "model", ""], // the command has no such option
+];
+
 interface Filtered {
-  request: Pick<GetUsageRequestJson, "endUser" | "labels">;
+  request: Pick<GetUsageRequestJson, "endUser" | "labels" | "project" | "apiKey" | "model">;
   options: string;
   isFaulty: boolean;
 }
@@ -379,9 +387,14 @@ function filterOf(view: View): Filtered {
   const label = view.asked("label");
   const cut = label.indexOf("=");
   const labels = cut > 0 ? { labels: { [label.slice(0, cut)]: label.slice(cut + 1) } } : {};
+  const narrowed = NARROWED.filter(([name]) => view.asked(name) && view.may(USAGE));
   return {
-    request: { ...(endUser ? { endUser } : {}), ...labels },
-    options: `${endUser && ` --end-user ${quoted(endUser)}`}${cut > 0 ? ` --label ${quoted(label)}` : ""}`,
+    request: {
+      ...(endUser ? { endUser } : {}),
+      ...labels,
+      ...Object.fromEntries(narrowed.map(([name, field]) => [field, view.asked(name)])),
+    },
+    options: `${narrowed.map(([name, , option]) => option && ` ${option} ${quoted(view.asked(name))}`).join("")}${endUser && ` --end-user ${quoted(endUser)}`}${cut > 0 ? ` --label ${quoted(label)}` : ""}`,
     isFaulty: label !== "" && cut < 1,
   };
 }
@@ -400,6 +413,22 @@ function Filter() {
         { name: "label", label: t.onlyLabel, placeholder: "team=search" },
       ]}
     />
+  );
+}
+
+// Project, key and model that were chosen in a table, each with a link that shows all of them again.
+function Narrowed() {
+  const view = useView();
+  const all = NARROWED.filter(([name]) => view.asked(name) && view.may(USAGE));
+  if (all.length === 0) return null;
+  return (
+    <p className="badges">
+      {all.map(([name]) => (
+        <a key={name} className="badge" href={view.address({ [name]: "", page: "" })}>
+          {t.only(name, view.asked(name))}
+        </a>
+      ))}
+    </p>
   );
 }
 
@@ -534,6 +563,9 @@ function Grouped({ by, of: { name, row } }: { by: string; of: Sums }) {
       </a>
     );
   }
+  const only = { project: row?.projectName, key: row?.apiKeyPrefix }[by];
+  if (only && view.may(USAGE))
+    return <a href={view.address({ [`only_${by}`]: only, by: "", page: "" })}>{name}</a>;
   if (by === "end_user" && row?.endUser)
     return <a href={view.address({ end_user: row.endUser, by: "", page: "" })}>{name}</a>;
   if (by !== "label" || row?.labelValue === undefined) return name;
@@ -580,6 +612,13 @@ export function DaysAndModels({
         rows={grouped(rows, (row) => row.day ?? "")}
         total={total}
         currency={currency}
+        nameOf={({ name }) =>
+          view.may(USAGE) ? (
+            <a href={addressOf("requests", { org: view.asked("org"), day: name })}>{name}</a>
+          ) : (
+            name
+          )
+        }
       />
       <h2>{t.byModel}</h2>
       <UsageTable
@@ -588,6 +627,13 @@ export function DaysAndModels({
         rows={byModel}
         total={total}
         currency={currency}
+        nameOf={({ name }) =>
+          view.may(USAGE) && view.page.id === "usage" ? (
+            <a href={view.address({ model: name, page: "" })}>{name}</a>
+          ) : (
+            name
+          )
+        }
       />
     </>
   );

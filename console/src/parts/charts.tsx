@@ -157,7 +157,8 @@ export function Bars({ label, values, series, shown }: Stacked) {
   );
 }
 
-const LINES_S = 300;
+// Distances of the marks of a time axis: minutes, then hours.
+const TIME_MARKS_S = [60, 300, 900, 3600, 4 * 3600];
 const INTEGERS = Array.from({ length: 9 }, (_, power) =>
   [1, 2, 5].map((unit) => unit * 10 ** power),
 ).flat();
@@ -172,17 +173,19 @@ export interface Sample {
   values: (number | null)[];
 }
 
-// Lines over the last minutes, newest at the right.
+// Lines over the last `spanS` seconds, newest at the right. A gap is a time without a value.
 export function Lines({
   label,
   samples,
   series,
   shown,
+  spanS,
 }: {
   label: string;
   samples: Sample[];
   series: string[];
   shown: (value: number) => string;
+  spanS: number;
 }) {
   const place = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
@@ -209,7 +212,7 @@ export function Lines({
         legend: { show: false },
         cursor: { show: false },
         scales: {
-          x: { range: (_plot, _first, last) => [last - LINES_S, last] },
+          x: { range: (_plot, _first, last) => [last - spanS, last] },
           y: { range: (_plot, _low, high) => [0, Math.max(1, high ?? 1) * 1.1] },
         },
         axes: [
@@ -217,7 +220,7 @@ export function Lines({
             ...axis,
             grid: { show: false },
             size: AXIS,
-            incrs: [60],
+            incrs: TIME_MARKS_S,
             values: (_plot, marks) => marks.map((mark) => clock(new Date(mark * 1000))),
           },
           { ...axis, grid, size: 64, incrs: INTEGERS, values: (_plot, marks) => marks.map(shown) },
@@ -245,14 +248,14 @@ export function Lines({
       made.destroy();
       plot.current = null;
     };
-  }, [scheme, series.length]);
+  }, [scheme, series.length, spanS]);
   useEffect(() => {
     const times = samples.map((each) => each.at / 1000);
     plot.current?.setData([
       times,
       ...series.map((_, index) => samples.map((each) => each.values[index] ?? null)),
     ] as uPlot.AlignedData);
-  }, [samples, scheme]);
+  }, [samples, scheme, spanS]);
   const latest =
     samples.at(-1)?.values.map((each) => (each === null ? text.none : shown(each))) ?? [];
   return (

@@ -9,6 +9,7 @@ from weir.v1 import configuration_pb2 as weir_dot_v1_dot_configuration__pb2
 from weir.v1 import fleet_pb2 as weir_dot_v1_dot_fleet__pb2
 from weir.v1 import live_requests_pb2 as weir_dot_v1_dot_live__requests__pb2
 from weir.v1 import members_pb2 as weir_dot_v1_dot_members__pb2
+from weir.v1 import operation_pb2 as weir_dot_v1_dot_operation__pb2
 from weir.v1 import plans_pb2 as weir_dot_v1_dot_plans__pb2
 from weir.v1 import prices_pb2 as weir_dot_v1_dot_prices__pb2
 from weir.v1 import replicas_pb2 as weir_dot_v1_dot_replicas__pb2
@@ -444,6 +445,16 @@ class AdminServiceStub:
                 '/weir.v1.AdminService/ErasePerson',
                 request_serializer=weir_dot_v1_dot_members__pb2.ErasePersonRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_members__pb2.ErasePersonResponse.FromString,
+                _registered_method=True)
+        self.GetTraffic = channel.unary_unary(
+                '/weir.v1.AdminService/GetTraffic',
+                request_serializer=weir_dot_v1_dot_operation__pb2.GetTrafficRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_operation__pb2.GetTrafficResponse.FromString,
+                _registered_method=True)
+        self.ListConcerns = channel.unary_unary(
+                '/weir.v1.AdminService/ListConcerns',
+                request_serializer=weir_dot_v1_dot_operation__pb2.ListConcernsRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_operation__pb2.ListConcernsResponse.FromString,
                 _registered_method=True)
 
 
@@ -1046,6 +1057,21 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTraffic(self, request, context):
+        """Returns requests, tokens, latencies and queues of all models over time, for charts. All api
+        processes are in it. Readers of one process share a report, so that many open pages cost one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListConcerns(self, request, context):
+        """Lists what an operator should look at: usage that is not billed, months to close, and more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1443,6 +1469,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ErasePerson,
                     request_deserializer=weir_dot_v1_dot_members__pb2.ErasePersonRequest.FromString,
                     response_serializer=weir_dot_v1_dot_members__pb2.ErasePersonResponse.SerializeToString,
+            ),
+            'GetTraffic': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTraffic,
+                    request_deserializer=weir_dot_v1_dot_operation__pb2.GetTrafficRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_operation__pb2.GetTrafficResponse.SerializeToString,
+            ),
+            'ListConcerns': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListConcerns,
+                    request_deserializer=weir_dot_v1_dot_operation__pb2.ListConcernsRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_operation__pb2.ListConcernsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -3585,6 +3621,60 @@ class AdminService:
             '/weir.v1.AdminService/ErasePerson',
             weir_dot_v1_dot_members__pb2.ErasePersonRequest.SerializeToString,
             weir_dot_v1_dot_members__pb2.ErasePersonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTraffic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/GetTraffic',
+            weir_dot_v1_dot_operation__pb2.GetTrafficRequest.SerializeToString,
+            weir_dot_v1_dot_operation__pb2.GetTrafficResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListConcerns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.AdminService/ListConcerns',
+            weir_dot_v1_dot_operation__pb2.ListConcernsRequest.SerializeToString,
+            weir_dot_v1_dot_operation__pb2.ListConcernsResponse.FromString,
             options,
             channel_credentials,
             insecure,

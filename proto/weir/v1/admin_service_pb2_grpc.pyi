@@ -11,6 +11,7 @@ from weir.v1 import configuration_pb2 as _configuration_pb2
 from weir.v1 import fleet_pb2 as _fleet_pb2
 from weir.v1 import live_requests_pb2 as _live_requests_pb2
 from weir.v1 import members_pb2 as _members_pb2
+from weir.v1 import operation_pb2 as _operation_pb2
 from weir.v1 import plans_pb2 as _plans_pb2
 from weir.v1 import prices_pb2 as _prices_pb2
 from weir.v1 import replicas_pb2 as _replicas_pb2
@@ -271,6 +272,12 @@ class AdminServiceStub:
     keys end; keys that it made for programs stay. What it did stays in usage, bills and audit log
     under its id. An erasure cannot be undone. Idempotent.
     """
+    GetTraffic: _grpc.UnaryUnaryMultiCallable[_operation_pb2.GetTrafficRequest, _operation_pb2.GetTrafficResponse]
+    """Returns requests, tokens, latencies and queues of all models over time, for charts. All api
+    processes are in it. Readers of one process share a report, so that many open pages cost one.
+    """
+    ListConcerns: _grpc.UnaryUnaryMultiCallable[_operation_pb2.ListConcernsRequest, _operation_pb2.ListConcernsResponse]
+    """Lists what an operator should look at: usage that is not billed, months to close, and more."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -506,6 +513,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     keys end; keys that it made for programs stay. What it did stays in usage, bills and audit log
     under its id. An erasure cannot be undone. Idempotent.
     """
+    GetTraffic: _aio.UnaryUnaryMultiCallable[_operation_pb2.GetTrafficRequest, _operation_pb2.GetTrafficResponse]  # type: ignore[assignment]
+    """Returns requests, tokens, latencies and queues of all models over time, for charts. All api
+    processes are in it. Readers of one process share a report, so that many open pages cost one.
+    """
+    ListConcerns: _aio.UnaryUnaryMultiCallable[_operation_pb2.ListConcernsRequest, _operation_pb2.ListConcernsResponse]  # type: ignore[assignment]
+    """Lists what an operator should look at: usage that is not billed, months to close, and more."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Manages organizations, projects, API keys, quotas and prices. Calls need a key with the scope
@@ -1212,5 +1225,23 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         keys end; keys that it made for programs stay. What it did stays in usage, bills and audit log
         under its id. An erasure cannot be undone. Idempotent.
         """
+
+    @_abc_1.abstractmethod
+    def GetTraffic(
+        self,
+        request: _operation_pb2.GetTrafficRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operation_pb2.GetTrafficResponse, _abc.Awaitable[_operation_pb2.GetTrafficResponse]]:
+        """Returns requests, tokens, latencies and queues of all models over time, for charts. All api
+        processes are in it. Readers of one process share a report, so that many open pages cost one.
+        """
+
+    @_abc_1.abstractmethod
+    def ListConcerns(
+        self,
+        request: _operation_pb2.ListConcernsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operation_pb2.ListConcernsResponse, _abc.Awaitable[_operation_pb2.ListConcernsResponse]]:
+        """Lists what an operator should look at: usage that is not billed, months to close, and more."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

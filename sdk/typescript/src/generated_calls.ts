@@ -26,6 +26,9 @@ import {
   MonthDocumentFormat as MonthDocumentFormatMessage,
 } from "./gen/weir/v1/months_pb.js";
 import {
+  TrafficPeriod as TrafficPeriodMessage,
+} from "./gen/weir/v1/operation_pb.js";
+import {
   QuotaDimension as QuotaDimensionMessage,
   QuotaSubject as QuotaSubjectMessage,
 } from "./gen/weir/v1/types_pb.js";
@@ -43,6 +46,7 @@ import {
   type ClosedMonth,
   type ClosedOrganization,
   type ClosedProject,
+  type Concern,
   type CreatedAlertWebhook,
   type CreatedApiKey,
   type CreatedInvitation,
@@ -83,6 +87,8 @@ import {
   type ServiceAccount,
   type TokenIssuer,
   type TokenRevocation,
+  type Traffic,
+  type TrafficPeriod,
   type UndrainedReplica,
   type UsageForecast,
 } from "./generated_values.js";
@@ -792,6 +798,12 @@ export interface SetGroupRoleOptions extends CallOptionsOf {
    * project.
    */
   readonly project?: string | undefined;
+}
+
+/** Options of `getTraffic`. */
+export interface GetTrafficOptions extends CallOptionsOf {
+  /** The period. Not listed: InvalidRequest. */
+  readonly period?: TrafficPeriod | undefined;
 }
 
 /** Options of `closeMonth`. */
@@ -2482,6 +2494,34 @@ export class AdminCalls extends UnaryClient {
     const method = AdminService.method.setGroupRole;
     const response = await this.connection.call(method, init, options);
     return wire.provisionedGroup(response.group);
+  }
+
+  /**
+   * Returns requests, tokens, latencies and queues of all models over time, for charts. All api
+   * processes are in it. Readers of one process share a report, so that many open pages cost one.
+   */
+  async getTraffic(
+    options: GetTrafficOptions = {},
+  ): Promise<Traffic> {
+    const init = defined({
+      period: options.period && numberOf("period", TrafficPeriodMessage, options.period),
+    });
+    const method = AdminService.method.getTraffic;
+    const response = await this.connection.call(method, init, options);
+    return wire.traffic(response);
+  }
+
+  /**
+   * Lists what an operator should look at: usage that is not billed, months to close, and more.
+   */
+  async listConcerns(
+    options: CallOptionsOf = {},
+  ): Promise<Concern[]> {
+    const init = defined({
+    });
+    const method = AdminService.method.listConcerns;
+    const response = await this.connection.call(method, init, options);
+    return response.concerns.map((each) => wire.concern(each));
   }
 
 }

@@ -2219,6 +2219,113 @@ export interface ErasedPerson {
   readonly auditEntryCount: number;
 }
 
+/** Percentiles of a duration, in milliseconds. 0 where nothing was measured. */
+export interface Latency {
+  /** Median in each step. */
+  readonly p50Ms: readonly number[];
+  /** 99th percentile in each step. */
+  readonly p99Ms: readonly number[];
+  /** Median of the whole period. */
+  readonly periodP50Ms: number;
+  /** 99th percentile of the whole period. */
+  readonly periodP99Ms: number;
+}
+
+/** Refused and failed requests of one reason. */
+export interface TrafficError {
+  /** The reason, as in `ErrorInfo`. */
+  readonly reason: string;
+  /** Number of requests. */
+  readonly count: number;
+}
+
+/**
+ * Traffic of one model, step by step. Percentiles are of the sum of the histograms of all
+ * processes, interpolated within a bucket, and never averages of percentiles.
+ */
+export interface ModelTraffic {
+  /** Name of the model. */
+  readonly model: string;
+  /** Requests that ended, with refused and failed ones. */
+  readonly requestCounts: readonly number[];
+  /** The part of them that was refused or has failed. */
+  readonly errorCounts: readonly number[];
+  /** Computed input tokens, without cached ones. */
+  readonly inputTokenCounts: readonly number[];
+  /** Input tokens from the prefix cache. */
+  readonly cachedInputTokenCounts: readonly number[];
+  /** Output tokens. */
+  readonly outputTokenCounts: readonly number[];
+  /** Tokens of embedded texts. */
+  readonly embeddingTokenCounts: readonly number[];
+  /** Requests that ran, on average over the step. */
+  readonly runningCounts: readonly number[];
+  /** Requests that waited, on average over the step. */
+  readonly waitingCounts: readonly number[];
+  /** Time to the first token. */
+  readonly firstToken: Latency;
+  /** Time between two messages with tokens. */
+  readonly interToken: Latency;
+  /** Why requests were refused or have failed, the most frequent reason first. */
+  readonly errors: readonly TrafficError[];
+}
+
+/**
+ * Traffic of all api processes together. Requests and tokens are counted when their request ends.
+ */
+export interface Traffic {
+  /**
+   * Begin of the first step. The last step ends at most 20 s before the call: processes add their
+   * counts every 15 s.
+   */
+  readonly startTime: Date | undefined;
+  /** Length of a step. */
+  readonly stepMs: number | undefined;
+  /** Number of steps. Every list of a model has an element for each. */
+  readonly stepCount: number;
+  /** Sum over all models; its name is empty. */
+  readonly total: ModelTraffic;
+  /**
+   * The models with requests in the period, those with most requests first. Requests for models
+   * that do not exist have an empty name.
+   */
+  readonly models: readonly ModelTraffic[];
+}
+
+/** Period of a traffic report. unspecified: newer than this client. */
+export type TrafficPeriod =
+  | "unspecified"
+  | "quarter-hour"
+  | "hour"
+  | "day";
+
+/** Kind of a concern. unspecified: newer than this client. */
+export type ConcernKind =
+  | "unspecified"
+  | "worker-missing"
+  | "usage-unbilled"
+  | "holds-overdue"
+  | "export-late"
+  | "webhook-failing"
+  | "month-open"
+  | "adjustment-waiting";
+
+/** Something that an operator should look at. */
+export interface Concern {
+  /** Its kind. */
+  readonly kind: ConcernKind;
+  /** Name of the organization. Empty: it concerns all. */
+  readonly organizationName: string;
+  /** Object of the concern, by kind. */
+  readonly subject: string;
+  /** Number, by kind. */
+  readonly count: number;
+  /** How long it has lasted. Unset if unknown. */
+  readonly ageMs: number | undefined;
+  /** Error or reason, for people. May be empty. */
+  readonly detail: string;
+}
+
 /** Kind of a token, each of which has its own price. unspecified: newer than this client. */
 export type TokenKind =
   | "unspecified"

@@ -192,6 +192,19 @@ import {
   type VerifyMonthResponse as VerifyMonthResponseMessage,
 } from "./gen/weir/v1/months_pb.js";
 import {
+  ConcernKind as ConcernKindMessage,
+  ConcernSchema,
+  GetTrafficResponseSchema,
+  LatencySchema,
+  ModelTrafficSchema,
+  TrafficErrorSchema,
+  type Concern as ConcernMessage,
+  type GetTrafficResponse as GetTrafficResponseMessage,
+  type Latency as LatencyMessage,
+  type ModelTraffic as ModelTrafficMessage,
+  type TrafficError as TrafficErrorMessage,
+} from "./gen/weir/v1/operation_pb.js";
+import {
   CreditGrantSchema,
   GetCreditBalanceResponseSchema,
   ListPlansResponseSchema,
@@ -295,6 +308,8 @@ import {
   type ClosedProject,
   type Closure,
   type ClosureEffects,
+  type Concern,
+  type ConcernKind,
   type ConfigurationChange,
   type ConfigurationViolation,
   type CreatedAlertWebhook,
@@ -324,12 +339,14 @@ import {
   type KeyRestrictions,
   type KillResult,
   type KilledRequest,
+  type Latency,
   type LiveOrganization,
   type LiveRequest,
   type LiveView,
   type Member,
   type Model,
   type ModelTask,
+  type ModelTraffic,
   type ModelVersion,
   type Month,
   type MonthCharge,
@@ -386,6 +403,8 @@ import {
   type TokenLogprobs,
   type TokenProject,
   type TokenRevocation,
+  type Traffic,
+  type TrafficError,
   type UndrainedReplica,
   type Usage,
   type UsageForecast,
@@ -1704,6 +1723,70 @@ export function erasedPerson(
     invitationCount: count(value.invitationCount),
     provisionedUserCount: count(value.provisionedUserCount),
     auditEntryCount: count(value.auditEntryCount),
+  };
+}
+
+export function latency(
+  value: LatencyMessage = create(LatencySchema),
+): Latency {
+  return {
+    p50Ms: value.p50Ms,
+    p99Ms: value.p99Ms,
+    periodP50Ms: value.periodP50Ms,
+    periodP99Ms: value.periodP99Ms,
+  };
+}
+
+export function trafficError(
+  value: TrafficErrorMessage = create(TrafficErrorSchema),
+): TrafficError {
+  return {
+    reason: value.reason,
+    count: count(value.count),
+  };
+}
+
+export function modelTraffic(
+  value: ModelTrafficMessage = create(ModelTrafficSchema),
+): ModelTraffic {
+  return {
+    model: value.model,
+    requestCounts: value.requestCounts,
+    errorCounts: value.errorCounts,
+    inputTokenCounts: value.inputTokenCounts,
+    cachedInputTokenCounts: value.cachedInputTokenCounts,
+    outputTokenCounts: value.outputTokenCounts,
+    embeddingTokenCounts: value.embeddingTokenCounts,
+    runningCounts: value.runningCounts,
+    waitingCounts: value.waitingCounts,
+    firstToken: latency(value.firstToken),
+    interToken: latency(value.interToken),
+    errors: value.errors.map((each) => trafficError(each)),
+  };
+}
+
+export function traffic(
+  value: GetTrafficResponseMessage = create(GetTrafficResponseSchema),
+): Traffic {
+  return {
+    startTime: date(value.startTime),
+    stepMs: durationMs(value.step),
+    stepCount: value.stepCount,
+    total: modelTraffic(value.total),
+    models: value.models.map((each) => modelTraffic(each)),
+  };
+}
+
+export function concern(
+  value: ConcernMessage = create(ConcernSchema),
+): Concern {
+  return {
+    kind: word<ConcernKind>(ConcernKindMessage, value.kind),
+    organizationName: value.organizationName,
+    subject: value.subject,
+    count: count(value.count),
+    ageMs: durationMs(value.age),
+    detail: value.detail,
   };
 }
 

@@ -22,6 +22,7 @@ from weir.v1 import (
     live_requests_pb2,
     members_pb2,
     months_pb2,
+    operation_pb2,
     plans_pb2,
     prices_pb2,
     replicas_pb2,
@@ -46,6 +47,7 @@ from weir_client.generated_values import (
     ClosedMonth,
     ClosedOrganization,
     ClosedProject,
+    Concern,
     CreatedAlertWebhook,
     CreatedApiKey,
     CreatedInvitation,
@@ -86,6 +88,8 @@ from weir_client.generated_values import (
     ServiceAccount,
     TokenIssuer,
     TokenRevocation,
+    Traffic,
+    TrafficPeriod,
     UndrainedReplica,
     UsageForecast,
 )
@@ -1694,6 +1698,27 @@ class AsyncAdminCalls(UnaryClient):
         response = await self._call(self._stub.SetGroupRole, request)
         return wire.read(ProvisionedGroup, response.group)
 
+    async def get_traffic(self, period: TrafficPeriod = TrafficPeriod.UNSPECIFIED) -> Traffic:
+        """Returns requests, tokens, latencies and queues of all models over time, for charts. All
+        api processes are in it. Readers of one process share a report, so that many open pages cost
+        one.
+
+        `period`: The period. Not listed: InvalidRequest.
+        """
+        request = wire.request(operation_pb2.GetTrafficRequest, period=period)
+        response = await self._call(self._stub.GetTraffic, request)
+        return wire.read(Traffic, response)
+
+    async def list_concerns(self) -> list[Concern]:
+        """Lists what an operator should look at: usage that is not billed, months to close, and
+        more.
+        """
+        request = wire.request(
+            operation_pb2.ListConcernsRequest,
+        )
+        response = await self._call(self._stub.ListConcerns, request)
+        return [wire.read(Concern, each) for each in response.concerns]
+
 
 class BlockingAdminCalls(BlockingUnaryClient):
     """Blocking twins of `AsyncAdminCalls`."""
@@ -1769,6 +1794,8 @@ class BlockingAdminCalls(BlockingUnaryClient):
     create_sign_in_link = blocking(AsyncAdminCalls.create_sign_in_link)
     erase_person = blocking(AsyncAdminCalls.erase_person)
     set_group_role = blocking(AsyncAdminCalls.set_group_role)
+    get_traffic = blocking(AsyncAdminCalls.get_traffic)
+    list_concerns = blocking(AsyncAdminCalls.list_concerns)
 
 
 class AsyncBillingCalls(UnaryClient):

@@ -2389,6 +2389,134 @@ class ErasedPerson(Value):
     """Number of entries of the audit log that lost a name or an address."""
 
 
+@dataclass(frozen=True, slots=True)
+class Latency(Value):
+    """Percentiles of a duration, in milliseconds. 0 where nothing was measured."""
+
+    p50_ms: tuple[float, ...] = ()
+    """Median in each step."""
+    p99_ms: tuple[float, ...] = ()
+    """99th percentile in each step."""
+    period_p50_ms: float = 0.0
+    """Median of the whole period."""
+    period_p99_ms: float = 0.0
+    """99th percentile of the whole period."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficError(Value):
+    """Refused and failed requests of one reason."""
+
+    reason: str = ""
+    """The reason, as in `ErrorInfo`."""
+    count: int = 0
+    """Number of requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraffic(Value):
+    """Traffic of one model, step by step. Percentiles are of the sum of the histograms of all
+    processes, interpolated within a bucket, and never averages of percentiles."""
+
+    model: str
+    """Name of the model."""
+    request_counts: tuple[int, ...]
+    """Requests that ended, with refused and failed ones."""
+    error_counts: tuple[int, ...]
+    """The part of them that was refused or has failed."""
+    input_token_counts: tuple[int, ...]
+    """Computed input tokens, without cached ones."""
+    cached_input_token_counts: tuple[int, ...]
+    """Input tokens from the prefix cache."""
+    output_token_counts: tuple[int, ...]
+    """Output tokens."""
+    embedding_token_counts: tuple[int, ...]
+    """Tokens of embedded texts."""
+    running_counts: tuple[float, ...]
+    """Requests that ran, on average over the step."""
+    waiting_counts: tuple[float, ...]
+    """Requests that waited, on average over the step."""
+    first_token: Latency
+    """Time to the first token."""
+    inter_token: Latency
+    """Time between two messages with tokens."""
+    errors: tuple[TrafficError, ...] = ()
+    """Why requests were refused or have failed, the most frequent reason first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic(Value):
+    """Traffic of all api processes together. Requests and tokens are counted when their request
+    ends."""
+
+    start_time: datetime | None
+    """Begin of the first step. The last step ends at most 20 s before the call: processes add their
+    counts every 15 s."""
+    step_s: float | None
+    """Length of a step."""
+    step_count: int
+    """Number of steps. Every list of a model has an element for each."""
+    total: ModelTraffic
+    """Sum over all models; its name is empty."""
+    models: tuple[ModelTraffic, ...] = ()
+    """The models with requests in the period, those with most requests first. Requests for models
+    that do not exist have an empty name."""
+
+
+class TrafficPeriod(StrEnum):
+    """Period of a traffic report."""
+
+    UNSPECIFIED = "unspecified"
+    """Not set, or not known to this client."""
+    QUARTER_HOUR = "quarter-hour"
+    """The last 15 minutes, in steps of 15 seconds."""
+    HOUR = "hour"
+    """The last hour, in steps of a minute."""
+    DAY = "day"
+    """The last 24 hours, in steps of 15 minutes."""
+
+
+class ConcernKind(StrEnum):
+    """Kind of a concern."""
+
+    UNSPECIFIED = "unspecified"
+    """Not set, or not known to this client."""
+    WORKER_MISSING = "worker-missing"
+    """No billing worker is connected to the database."""
+    USAGE_UNBILLED = "usage-unbilled"
+    """Usage has waited for the billing worker for more than a minute. `count`: events, up to
+    10,000."""
+    HOLDS_OVERDUE = "holds-overdue"
+    """Holds are overdue by more than 30 s. `count`: holds, up to 10,000."""
+    EXPORT_LATE = "export-late"
+    """Usage is exported late, by more than two hours. `count`: batches, up to 10,000."""
+    WEBHOOK_FAILING = "webhook-failing"
+    """A webhook of `organization_name` fails. `count`: attempts since the last success."""
+    MONTH_OPEN = "month-open"
+    """A month that has ended is not closed. `subject`: the month, as YYYY-MM; `count`:
+    organizations; `organization_name`: one of them."""
+    ADJUSTMENT_WAITING = "adjustment-waiting"
+    """A correction of `organization_name` waits for a second person. `subject`: its id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Concern(Value):
+    """Something that an operator should look at."""
+
+    kind: ConcernKind = ConcernKind.UNSPECIFIED
+    """Its kind."""
+    organization_name: str = ""
+    """Name of the organization. Empty: it concerns all."""
+    subject: str = ""
+    """Object of the concern, by kind."""
+    count: int = 0
+    """Number, by kind."""
+    age_s: float | None = None
+    """How long it has lasted. Unset if unknown."""
+    detail: str = ""
+    """Error or reason, for people. May be empty."""
+
+
 class TokenKind(StrEnum):
     """Kind of a token, each of which has its own price."""
 
