@@ -140,8 +140,7 @@ $(VENV)/.installed: $(LOCK) pyproject.toml sdk/python/pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed sdk/typescript/package-lock.json console/package-lock.json
 	@$(PYTHON) -m infra.install $(VENV) --pip $(PIP_VERSION) --dev
-	@$(BIN)/python -m infra.typescript_sdk --install
-	@$(BIN)/python -m infra.console_page --install
+	@$(BIN)/python -m infra.typescript_sdk --install & $(BIN)/python -m infra.console_page --install && wait $$!
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed-dev requirements/docs.txt

@@ -162,8 +162,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     @functools.cache
     def position(file: str) -> tuple[int, str]:
-        places = (place for place, start in enumerate(order) if file.startswith(start))
-        return next(places, len(order)), file
+        ranks = (rank for rank, start in enumerate(order) if file.startswith(start))
+        return next(ranks, len(order)), file
 
     items.sort(key=lambda item: position(item.nodeid.partition("::")[0]))
 
