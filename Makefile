@@ -7,8 +7,8 @@ LOCK := requirements/constraints.txt
 PIP_VERSION := 26.3# pinned like the rest; from 25.1 on pip reads dependency groups
 PYTEST := $(BIN)/python -m pytest
 # Files of tests are shared out among processes, each with a PostgreSQL of its own. WORKERS=0 is plain pytest.
-# One more than there are cores: the slowest tests wait for processes that they start, kill and drain.
-WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
+# Two for each core: half of them take tests that wait for processes that they start, kill and drain (tests/conftest.py).
+WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) * 2)))
 SPREAD := --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 CHECKS := format-check lint types proto-check migrations-check architecture prose reference-check console-check commits-check
 
@@ -140,8 +140,7 @@ $(VENV)/.installed: $(LOCK) pyproject.toml sdk/python/pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed sdk/typescript/package-lock.json console/package-lock.json
 	@$(PYTHON) -m infra.install $(VENV) --pip $(PIP_VERSION) --dev
-	@$(BIN)/python -m infra.typescript_sdk --install
-	@$(BIN)/python -m infra.console_page --install
+	@$(BIN)/python -m infra.typescript_sdk --install & $(BIN)/python -m infra.console_page --install && wait $$!
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed-dev requirements/docs.txt

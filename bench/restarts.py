@@ -64,7 +64,7 @@ class Up:
         """
         postmaster = EmbeddedPostgres(self.home / "postgres", self.home).pid
         own = started_with(STACK_HOME, str(self.home))
-        below = [each for top in (self.process.pid, *own) for each in descendants(top)]
+        below = descendants(self.process.pid, *own)
         pids = [*([] if postmaster is None else [postmaster]), *below, *own]
         return {re.sub(r"^\S+/| --.*", "", command_line(pid)).strip(): pid for pid in pids}
 

@@ -62,15 +62,15 @@ def children_of(pid: int) -> list[int]:
     return [child for child, parent in parents().items() if parent == pid]
 
 
-def descendants(pid: int) -> list[int]:
-    """List the ids of a process's current children and their descendants."""
+def descendants(*pids: int) -> list[int]:
+    """List the ids of the processes' current children and their descendants."""
     children: dict[int, list[int]] = {}
     for child, parent in parents().items():
         children.setdefault(parent, []).append(child)
-    found = [pid]
+    found = list(pids)
     for each in found:
-        found += children.get(each, ())
-    return found[1:]
+        found += (child for child in children.get(each, ()) if child not in found)
+    return found[len(pids) :]
 
 
 def command_line(pid: int) -> str:

@@ -88,8 +88,8 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "console page": (("console/",), 3_216),
     "benchmarks": (("bench/",), 11_511),
     "demo": (("demo/",), 4_524),
-    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 8_185),
-    "tests": (("tests/",), 141_156),
+    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 8_240),
+    "tests": (("tests/",), 141_359),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")

@@ -14,10 +14,11 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpcore2
 import hypothesis
 import psycopg
 import pytest
@@ -26,6 +27,9 @@ from psycopg import sql
 from sqlalchemy import make_url
 from sqlalchemy.dialects.postgresql.psycopg import PGDialectAsync_psycopg
 from sqlalchemy.util import LRUCache
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 from inference.workers import process
 from metering.store import db, embedded_postgres
@@ -40,17 +44,21 @@ from metering.store.migrations_runner import migrate, prepare_application_role
 from tests.forked_workers import execute_worker, fork_workers
 from tests.forks import shared_directory
 
-# Long files first: distributed last, one of them would keep a single worker busy at the end.
-# The other files of tests/metering/ and tests/cli/, all short, fill the end. Files of one group are
-# mixed: those of tests/faults/ mostly wait for processes that they start and kill, the others
-# compute meanwhile.
-LONG_FILES_FIRST = (
-    (
-        *("tests/faults/", "tests/api/", "tests/bench/", "tests/cli/test_deep_files"),
-        *("tests/metering/test_pipeline", "tests/metering/test_refused_exports"),
-        *("tests/metering/test_hold", "tests/metering/test_stripe", "tests/metering/test_closing"),
-    ),
-    *(("tests/e2e/",), ("tests/sdk/",), ("tests/test_",), ("tests/infra/",), ("tests/inference/",)),
+# Files by how their names begin, in the order in which they are begun: one that is begun last would
+# keep a single worker busy at the end. Every other worker takes the first kind, which mostly waits
+# for processes, the others compute meanwhile; each helps out when its own kind is used up.
+WAITING = (
+    *("tests/faults/", "tests/sdk/", "tests/e2e/test_key_access", "tests/e2e/test_loop_blocks"),
+    *("tests/e2e/test_roles", "tests/e2e/test_sign_in", "tests/e2e/test_console_browser"),
+    "tests/e2e/",
+)
+COMPUTING = (
+    *("tests/api/", "tests/bench/", "tests/cli/test_deep_files"),
+    *("tests/metering/test_hold", "tests/metering/test_stripe", "tests/metering/test_closing"),
+    *("tests/metering/test_quota_recount", "tests/metering/test_reasoning_prices"),
+    *("tests/metering/test_pipeline", "tests/metering/test_refused_exports"),
+    *("tests/inference/test_cuda_kernels", "tests/inference/", "tests/test_", "tests/infra/"),
+    "tests/",  # the other files of tests/metering/ and tests/cli/, all short
 )
 
 # A test's database need not survive a crash of the machine. Tests that kill one start their own.
@@ -78,6 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     shared_directory()
     share_compiled_statements()
+    share_certificates()
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         config.args[:] = collection_order(
             Path(__file__).parent, getattr(config, "workerinput", {"workerid": "gw0"})
@@ -104,6 +113,12 @@ def share_compiled_statements() -> None:
     engines.create_async_engine = functools.partial(
         engines.create_async_engine, execution_options=shared
     )
+
+
+def share_certificates() -> None:
+    """Read the authorities' certificates once in a process: each HTTP client would do it again."""
+    package: Any = httpcore2
+    package.default_ssl_context = functools.cache(package.default_ssl_context)
 
 
 def collection_order(tests: Path, worker: Mapping[str, Any]) -> list[str]:
@@ -142,15 +157,36 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order tests by the duration of their files; stable, so the order within a file is kept."""
-    items.sort(key=lambda item: item.path)  # however this worker collected them
-    positions: dict[Path, tuple[int, float]] = {}
-    for number, group in enumerate(LONG_FILES_FIRST):
-        for start in group:
-            files = dict.fromkeys(item.path for item in items if item.nodeid.startswith(start))
-            positions |= {path: (number, index / len(files)) for index, path in enumerate(files)}
-    last = len(LONG_FILES_FIRST), 0.0
-    items.sort(key=lambda item: positions.get(item.path, last))
+    """Order the files; the order within a file is kept."""
+    order = (*WAITING, *COMPUTING)
+
+    @functools.cache
+    def position(file: str) -> tuple[int, str]:
+        ranks = (rank for rank, start in enumerate(order) if file.startswith(start))
+        return next(ranks, len(order)), file
+
+    items.sort(key=lambda item: position(item.nodeid.partition("::")[0]))
+
+
+class Alternating(LoadFileScheduling):
+    """Shares out files of both kinds among the workers."""
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        file = next_file(self.workqueue, int(node.gateway.id.removeprefix("gw")))
+        self.workqueue.move_to_end(file, last=False)
+        super()._assign_work_unit(node)
+
+
+def next_file(queue: Iterable[str], worker: int) -> str:
+    """Return the first file of the kind that a worker prefers; the first of all if none is left."""
+    files = list(queue)
+    waiting = worker % 2 == 0
+    return next((file for file in files if file.startswith(WAITING) is waiting), files[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Alternating | None:
+    return Alternating(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_terminal_summary(

@@ -50,21 +50,21 @@ starts = st.builds(
     labels=st.dictionaries(st.text(max_size=70), st.text(max_size=300), max_size=20),
 )
 
-FLOODS: dict[str, pb.StartFrame] = {
-    "conversation.messages": pb.StartFrame(
+FLOODS: dict[str, Callable[[], pb.StartFrame]] = {
+    "conversation.messages": lambda: pb.StartFrame(
         conversation=pb.Conversation(messages=[pb.Message()] * 100_000)
     ),
-    "conversation.messages[0].tool_calls[0].id": pb.StartFrame(
+    "conversation.messages[0].tool_calls[0].id": lambda: pb.StartFrame(
         conversation=pb.Conversation(
             messages=[pb.Message(role=pb.ROLE_ASSISTANT, tool_calls=[pb.ToolCall()] * 4000)]
         )
     ),
-    "tools": pb.StartFrame(tools=[pb.Tool(name=str(index)) for index in range(100_000)]),
-    "stop_sequences": pb.StartFrame(stop_sequences=["."] * 100_000),
-    "sampling.logit_bias": pb.StartFrame(
+    "tools": lambda: pb.StartFrame(tools=[pb.Tool(name=str(index)) for index in range(100_000)]),
+    "stop_sequences": lambda: pb.StartFrame(stop_sequences=["."] * 100_000),
+    "sampling.logit_bias": lambda: pb.StartFrame(
         sampling=pb.Sampling(logit_bias=dict.fromkeys(range(100_000), 1.0))
     ),
-    "labels": pb.StartFrame(labels={str(index): "" for index in range(100_000)}),
+    "labels": lambda: pb.StartFrame(labels={str(index): "" for index in range(100_000)}),
 }
 
 
@@ -264,14 +264,14 @@ def test_durations_are_those_of_the_library(seconds: float) -> None:
 @pytest.mark.parametrize("field", FLOODS)
 def test_many_wrong_elements_are_refused_without_reading_all(field: str) -> None:
     """Checking a hundred thousand elements would block all other clients for a second."""
-    reads = 0
+    flood, reads = FLOODS[field](), 0
 
     def read_element(frame: object, event: str, _: object) -> None:
         nonlocal reads
         reads += event == "call"
 
     sys.setprofile(read_element)
-    refusal = refused(lambda: parse_start(ID, FLOODS[field]))
+    refusal = refused(lambda: parse_start(ID, flood))
     sys.setprofile(None)
 
     assert isinstance(refusal, InvalidRequest)

@@ -115,8 +115,7 @@ class Up:
         """Return all its processes, whatever their parents are now, from the first one on."""
         own = [*started_with("WEIR_HOME", str(self.home)), *self._engines()]
         tops = [*own, *([] if self.postmaster is None else [self.postmaster])]
-        each = dict.fromkeys([*tops, *(pid for top in tops for pid in descendants(top))])
-        return list(filter(alive, each))
+        return list(filter(alive, [*tops, *descendants(*tops)]))
 
     @property
     def guard(self) -> int | None:
