@@ -443,7 +443,7 @@ BORDERS = (
         ("aiohttp",),
         inside=PRODUCT,
         save_for=(
-            *("api/openai/", "api/console/", "api/metrics/operator_http.py"),
+            *("api/openai/", "api/console/", "api/scim/", "api/metrics/operator_http.py"),
             *("metering/core/outbound.py", "metering/alerts/webhooks.py"),
             "metering/export/stripe_inbox.py",
             "inference/adapters/remote_http.py",
@@ -452,7 +452,8 @@ BORDERS = (
             *("bench/http_api_load.py", "bench/hostile_upstream.py", "bench/service.py"),
             "bench/pool.py",
         ),
-        why="only OpenAI's API, console, metrics, webhooks, remote engines and launchers use HTTP",
+        why="only OpenAI's API, console, SCIM, metrics, webhooks, remote engines and launchers use"
+        " HTTP",
     ),
     Border(
         ("joserfc",),

@@ -2,8 +2,8 @@
 
 Attributes are matched without regard to case. Beside what the RFC says, the forms are read that
 Entra ID and Okta send: booleans as texts, operators with a capital letter, values for several
-attributes without a path, with dots or conditions in their names, and a removal of members by a list
-of them. Parsing is linear, and long bodies are parsed in a thread.
+attributes without a path, with dots or conditions in their names, and a removal of members by a
+list of them. Parsing is linear, and long bodies are parsed in a thread.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from metering.tenants.scim_filters import (
 TEXT_CHARS_MAX = 1000
 ELEMENTS_MAX = 20  # of `emails`
 OPERATIONS_MAX = 1000
+PATHS_CHARS_MAX = 100_000  # of all operations together: 0.2 s of parsing, in which one key waits
 OPERATORS = frozenset({"add", "remove", "replace"})
 Document = dict[str, Any]
 
@@ -96,7 +97,23 @@ def operations_of(body: Mapping[str, Any]) -> list[Operation]:
     found = field(body, "Operations")
     if not isinstance(found, list) or not 1 <= len(found) <= OPERATIONS_MAX:
         raise invalid(f"Operations: must be a list of 1 to {OPERATIONS_MAX}", "invalidSyntax")
-    return [_operation(each, f"Operations[{at}]") for at, each in enumerate(found)]
+    operations = [_operation(each, f"Operations[{at}]") for at, each in enumerate(found)]
+    if sum(map(_path_chars, operations)) > PATHS_CHARS_MAX:
+        raise invalid(
+            f"Operations: their paths must have at most {PATHS_CHARS_MAX:,} characters together:"
+            " send several requests"
+        )
+    return operations
+
+
+def _path_chars(operation: Operation) -> int:
+    """Return the length of an operation's paths, which are the names in a value without a path."""
+    if operation.path or not isinstance(operation.value, dict):
+        return len(operation.path)
+    return sum(
+        sum(len(name) + len(key) for key in value) if isinstance(value, dict) else len(name)
+        for name, value in operation.value.items()
+    )
 
 
 def _operation(found: Any, place: str) -> Operation:
@@ -259,18 +276,15 @@ def patched_user(terms: UserTerms, operations: Sequence[Operation]) -> UserTerms
     return terms_of_document(document)
 
 
-def _apply(
-    document: Document, attribute: Attribute, path: Path, operator: str, value: Any
-) -> None:
+def _apply(document: Document, attribute: Attribute, path: Path, operator: str, value: Any) -> None:
     name = attribute.name
     if path.condition is not None and not attribute.is_multiple:
         raise invalid(f"{name}: has one value, so a path to it has no condition", "invalidPath")
     sub = None
-    if path.sub:
-        if (sub := attribute.find(path.sub)) is None:
-            if name == "name" and path.sub in OF_NAME_NOT_KEPT:
-                return
-            raise invalid(f"{name}.{path.sub[:50]}: is not known", "invalidPath")
+    if path.sub and (sub := attribute.find(path.sub)) is None:
+        if name == "name" and path.sub in OF_NAME_NOT_KEPT:
+            return
+        raise invalid(f"{name}.{path.sub[:50]}: is not known", "invalidPath")
     if attribute.is_multiple:
         found = _changed_elements(document.get(name, []), attribute, path, sub, operator, value)
     elif sub is not None:
@@ -468,5 +482,6 @@ def _ids_in(condition: Filter) -> Iterator[str]:
             for each in operands:
                 yield from _ids_in(each)
         case _:
-            raise invalid('members: use a condition such as members[value eq "ID"]', "invalidFilter")
-
+            raise invalid(
+                'members: use a condition such as members[value eq "ID"]', "invalidFilter"
+            )

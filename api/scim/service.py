@@ -109,9 +109,7 @@ class Call:
         """Raise ScimFault if the header If-Match names other versions of the resource."""
         wanted = self.request.headers.get("if-match", "*").strip()
         if wanted != "*" and str(found.version) not in VERSION.findall(wanted):
-            raise ScimFault(
-                412, "", f"the resource has the version {found.version}: read it again"
-            )
+            raise ScimFault(412, "", f"the resource has the version {found.version}: read it again")
 
 
 class Scim:
@@ -559,9 +557,13 @@ def described(call: Call) -> web.Response:
         case "ResourceTypes":
             found = schemas.resource_types(call.base)
         case "Bulk" | "Me":
-            raise ScimFault(501, "", f"/{name} is not supported: /ServiceProviderConfig says what is")
+            raise ScimFault(
+                501, "", f"/{name} is not supported: /ServiceProviderConfig says what is"
+            )
         case _:
-            raise ScimFault(404, "", f"there is nothing at this address: use {', '.join(RESOURCES)}")
+            raise ScimFault(
+                404, "", f"there is nothing at this address: use {', '.join(RESOURCES)}"
+            )
     if call.request.method != "GET":
         raise wrong_method(call.request, "GET")
     if call.query.filter:

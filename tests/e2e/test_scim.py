@@ -1,4 +1,4 @@
-"""Provisioning over HTTP: the forms that providers send, borders, errors, races and large groups."""
+"""Provisioning over HTTP: what providers send, borders, errors, races and large groups."""
 
 from __future__ import annotations
 
@@ -48,6 +48,9 @@ class Client:
         data = None if content is None else io.BytesIO(content)
         async with self.http.request(method, self.url + path, data=data, headers=sent) as answer:
             content = await answer.read()
+            if answer.status in (429, 503):  # on a busy machine; providers send it again as well
+                await asyncio.sleep(float(answer.headers["retry-after"]))
+                return await self.send(method, path, body, **headers)
             if content:
                 assert answer.headers["content-type"] == "application/scim+json; charset=utf-8"
             found = json.loads(content) if content else None
@@ -197,7 +200,7 @@ async def test_a_deactivated_person_is_out_at_once_with_its_streams(
     async with service.stream(accepted.secret) as stream:
         request = await stream.begin(max_output_tokens=200)
         await client.patch(f"/Users/{user}", {"op": "replace", "path": "active", "value": False})
-        assert (await stream.failed(request)).reason == "REQUEST_KILLED"
+        assert (await stream.failed(request)).reason == "KEY_REVOKED"
 
     async with service.session() as session:
         with pytest.raises(KeyInvalid):
@@ -429,7 +432,8 @@ async def test_large_groups_hold_no_other_request(
     async with service.session() as session:
         made = await session.execute(
             text("""
-            INSERT INTO scim_users (organization_id, user_name, user_name_key, attributes, is_active)
+            INSERT INTO scim_users
+                (organization_id, user_name, user_name_key, attributes, is_active)
             SELECT :id, 'u' || n, 'u' || n, '{}', true FROM generate_series(1, :count) n
             RETURNING CAST(id AS text)
             """),
@@ -453,6 +457,8 @@ async def test_large_groups_hold_no_other_request(
     assert await client.members(group) == set()
     async with service.session() as session:
         size = await session.scalar(
-            text("SELECT max(length(after::text)) FROM audit_log WHERE action = 'scim_group.update'")
+            text(
+                "SELECT max(length(after::text)) FROM audit_log WHERE action = 'scim_group.update'"
+            )
         )
     assert size < 12_000, "an entry lists the first ids only"

@@ -152,7 +152,7 @@ async def test_the_last_owner_is_not_erased(sessions: Sessions, customer: Custom
 FORBIDDEN: dict[str, Any] = {
     "a person that is not erased": "UPDATE audit_log SET after = without_person(after)"
     " WHERE after ->> 'email' = 'bob@example.com'",
-    "more than what describes": "UPDATE audit_log SET after = without_person(after) || '{\"id\": 1}'"
+    "more than words": "UPDATE audit_log SET after = without_person(after) || '{\"id\": 1}'"
     " WHERE action = 'person.erase' OR subject_id IN (SELECT id::text FROM persons)",
     "another column": "UPDATE audit_log SET before = without_person(before), actor_role = 'x'",
     "an entry": "DELETE FROM audit_log",
