@@ -1,6 +1,6 @@
 """Attributes of users and groups over SCIM, and what the service says about itself (RFC 7643).
 
-The tables of attributes are what `/Schemas` shows and what documents are read by.
+`/Schemas` shows the tables of attributes, by which documents are read too.
 """
 
 from __future__ import annotations

@@ -633,9 +633,9 @@ def _part(name: str, value: Any, query: Query) -> Any:
         return value
     if not query.wants(key):
         return None
-    asked = query.attributes or query.excluded
-    subs = {each.partition(".")[2] for each in asked if each.startswith(f"{key}.")}
-    if not subs or key in asked:
+    requested = query.attributes or query.excluded
+    subs = {each.partition(".")[2] for each in requested if each.startswith(f"{key}.")}
+    if not subs or key in requested:
         return value
     value = msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
     is_wanted = bool(query.attributes)

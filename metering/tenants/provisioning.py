@@ -1,7 +1,7 @@
 """Users and groups that the identity provider of an organization provisions, and their members.
 
 A provisioned user is known in its organization only. What its provider says of it changes no row of
-a person. The user gets a person when somebody signs in with its address, verified by a provider of
+a person. The user gets a person when a caller signs in with its address, verified by a provider of
 the operator (`admit_person`), or at once if that person is a member already. From then on, state
 and groups of the user decide about the membership. Functions take a session and never commit. Every
 change locks the row of the organization, so changes of one group come one after the other.
@@ -153,7 +153,7 @@ LIMIT :limit
 
 @dataclass(frozen=True, slots=True)
 class UserTerms:
-    """What a provider says of a user. `attributes` has `displayName`, `name` and `emails`."""
+    """Statement of a provider about a user. `attributes` has `displayName`, `name`, `emails`."""
 
     user_name: str
     external_id: str | None
@@ -525,7 +525,7 @@ async def create_group(
 ) -> ScimGroup:
     """Create a group. Raises: AlreadyExists, InvalidValue for an unknown member, LastOwner."""
     await lock_groups(session, organization_id)
-    made = await session.scalar(
+    made: ScimGroup | None = await session.scalar(
         insert(ScimGroup)
         .values(
             organization_id=organization_id,
@@ -649,7 +649,8 @@ async def members_json(
     sizes: dict[uuid.UUID, int] = {
         row[0]: row[1] for row in await session.execute(counts.group_by(ScimGroupMember.group_id))
     }
-    found, total = {}, 0
+    found: dict[uuid.UUID, str] = {}
+    total = 0
     for group in groups:
         total += sizes.get(group.id, 0)
         if found and total > MEMBERS_MAX:
@@ -668,7 +669,7 @@ async def _ids(session: AsyncSession, statement: Any, **values: Any) -> set[str]
 async def _change_members(
     session: AsyncSession, group: ScimGroup, changes: Sequence[MemberChange]
 ) -> tuple[set[str], set[str]]:
-    """Change the members of a group; return who is new and who has left.
+    """Change the members of a group; return the ids of new and of former members.
 
     Raises: InvalidValue for an unknown user, or for too many.
     """
@@ -710,7 +711,7 @@ async def _record_group(
     added: Collection[str],
     removed: Collection[str],
 ) -> None:
-    """Write the audit entry of a group, which has the first ids only of those who came and left."""
+    """Write the audit entry of a group, which lists the first ids only."""
     members = {
         "added_count": len(added),
         "removed_count": len(removed),

@@ -146,14 +146,14 @@ class _Reader:
 
     def need(self, word: str) -> None:
         if not self.take(word):
-            raise FilterInvalid(f"needs {word!r} {self._place}")
+            raise FilterInvalid(f"needs {word!r} {self._position}")
 
     def end(self) -> None:
         if self._tokens:
             raise FilterInvalid(f"has {self.peek[:50]!r} where it should end")
 
     @property
-    def _place(self) -> str:
+    def _position(self) -> str:
         return f"before {self.peek[:50]!r}" if self._tokens else "at its end"
 
     def attribute(self, *, after_dot: bool = False) -> str:
@@ -205,7 +205,9 @@ class _Reader:
             return Comparison(attribute, "pr")
         operator = self.peek.lower()
         if operator not in OPERATORS:
-            raise FilterInvalid(f"needs pr or one of {', '.join(sorted(OPERATORS))} {self._place}")
+            raise FilterInvalid(
+                f"needs pr or one of {', '.join(sorted(OPERATORS))} {self._position}"
+            )
         self._tokens.pop()
         text = self._tokens.pop() if self._tokens else ""
         try:

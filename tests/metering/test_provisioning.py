@@ -52,7 +52,7 @@ def terms(address: str, *, is_active: bool = True, **attributes: Any) -> UserTer
 
 
 def to(wanted: Terms) -> Callable[[object], Awaitable[Terms]]:
-    """Return a change to what is wanted, whatever there is."""
+    """Return a change that has these terms as its result."""
 
     async def changed(_: object) -> Terms:
         return wanted

@@ -2118,7 +2118,7 @@ export interface TokenRevocation {
   readonly expireTime: Date | undefined;
 }
 
-/** What was erased, or would be. */
+/** Result of an erasure, or of its dry run. */
 export interface ErasedPerson {
   /** UUID of the person, which stays. */
   readonly personId: string;

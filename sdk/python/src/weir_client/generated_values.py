@@ -2278,7 +2278,7 @@ class TokenRevocation(Value):
 
 @dataclass(frozen=True, slots=True)
 class ErasedPerson(Value):
-    """What was erased, or would be."""
+    """Result of an erasure, or of its dry run."""
 
     person_id: str = ""
     """UUID of the person, which stays."""
