@@ -16,13 +16,13 @@ from typing import Any
 
 import msgspec
 
+from api.scim.attributes import Attribute
 from api.scim.schemas import (
     COMMON,
     EXTERNAL_ID,
     NOT_KEPT,
     OF_NAME_NOT_KEPT,
     USER_ATTRIBUTES,
-    Attribute,
 )
 from metering.core.models import ScimGroup
 from metering.tenants.provisioning import GroupTerms, MemberChange, UserTerms

@@ -25,7 +25,6 @@ from api.access.auth import Authenticator
 from api.access.permissions import PROVISION
 from api.access.servicer import REPORT_S, sessions_of
 from api.core.addresses import FORWARDED_FOR
-from api.core.interceptor import repeated
 from api.core.statuses import status_of
 from api.observability.observer import HTTP, Observer
 from api.openai.error_responses import HttpFault, error_response
@@ -49,6 +48,7 @@ from api.scim.schemas import ERROR, LIST, PATCH, RESOURCES, RESULTS, RESULTS_MAX
 from metering.core.errors import AlreadyExists, InvalidValue, LastOwner
 from metering.core.models import ScimGroup, ScimUser
 from metering.store.db import Sessions, patience, read_one_moment
+from metering.store.refusals import repeated
 from metering.tenants import provisioning
 from metering.tenants.admin_requests import take_changes_lock
 from metering.tenants.authentication import Principal

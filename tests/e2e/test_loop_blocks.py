@@ -44,6 +44,9 @@ HEADERS = (
 )
 PATHS = ("/v1/models", "/console/api/AdminService/ListApiKeys", "/metrics")
 REPEATS = 3
+USER, GROUP = (f"urn:ietf:params:scim:schemas:core:2.0:{each}" for each in ("User", "Group"))
+PATCH = "urn:ietf:params:scim:api:messages:2.0:PatchOp"
+MEMBERS = 10_000
 
 
 class House:
@@ -226,11 +229,6 @@ async def test_no_message_blocks_the_loop(house: House) -> None:
             assert not str(answer).startswith(("INTERNAL", "UNKNOWN")), (name, answer)
 
     assert house.faults == []
-
-
-USER, GROUP = (f"urn:ietf:params:scim:schemas:core:2.0:{each}" for each in ("User", "Group"))
-PATCH = "urn:ietf:params:scim:api:messages:2.0:PatchOp"
-MEMBERS = 10_000
 
 
 def scim_bodies(ids: list[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
