@@ -42,13 +42,13 @@ WRONG: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/Users", {"schemas": [USER], "userName": "a", "emails": ["b"]}, 400, "invalidValue"),
     ("POST", "/Users", b"x" * (2**21 + 1), 413, ""),
     ("POST", "/Groups", {"schemas": [GROUP], "displayName": " "}, 400, "invalidValue"),
-    ("PATCH", "/Users/ID", {"schemas": [PATCH]}, 400, "invalidSyntax"),
-    ("PATCH", "/Users/ID", {"schemas": [USER], "Operations": [OPERATION]}, 400, "invalidSyntax"),
+    ("PATCH", "Users/ID", {"schemas": [PATCH]}, 400, "invalidSyntax"),
+    ("PATCH", "Users/ID", {"schemas": [USER], "Operations": [OPERATION]}, 400, "invalidSyntax"),
     ("GET", "/Users?filter=userName", None, 400, "invalidFilter"),
     ("GET", "/Users?sortBy=password", None, 400, "invalidPath"),
     ("GET", "/Users?startIndex=x", None, 400, "invalidValue"),
     ("GET", "/Users?attributes=id&excludedAttributes=id", None, 400, "invalidValue"),
-    ("GET", "/Users/none", None, 404, ""),
+    ("GET", "Users/none", None, 404, ""),
     ("GET", f"/Users/{uuid.uuid4()}", None, 404, ""),
     ("GET", "/Schemas?filter=id%20pr", None, 403, ""),
     ("GET", "/Schemas/none", None, 404, ""),
@@ -90,7 +90,8 @@ class Client:
             sent.setdefault("content-type", "application/scim+json")
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         data = None if content is None else io.BytesIO(content)
-        async with self.http.request(method, self.url + path, data=data, headers=sent) as answer:
+        url = f"{self.url}/{path.removeprefix('/')}"
+        async with self.http.request(method, url, data=data, headers=sent) as answer:
             content = await answer.read()
             if answer.status in (429, 503):  # on a busy machine; providers send it again as well
                 await asyncio.sleep(float(answer.headers["retry-after"]))
@@ -243,7 +244,7 @@ async def test_a_deactivated_person_is_out_at_once_with_its_streams(
         )
     user = await client.user(name)
     async with service.stream(accepted.secret) as stream:
-        request = await stream.begin(max_output_tokens=200)
+        request = await stream.begin(max_output_tokens=4000)
         await client.patch(f"/Users/{user}", {"op": "replace", "path": "active", "value": False})
         assert (await stream.failed(request)).reason == "KEY_REVOKED"
 
@@ -391,7 +392,7 @@ async def test_lists_are_paged_sorted_and_counted_exactly(client: Client) -> Non
         "filter": f'userName eq "{names[3]}"',
         "attributes": ["emails.value"],
     }
-    status, found, _ = await client.send("POST", "/Users/.search", body)
+    status, found, _ = await client.send("POST", "Users/.search", body)
     assert (status, found["Resources"][0]["emails"]) == (200, [{"value": names[3]}])
 
 
