@@ -148,6 +148,13 @@ PEERS = {
             manager="npm",
         ),
         Peer(
+            "scim2_tester",
+            "scim2-tester",
+            ("install scim2-tester==0.5.2 scim2-client[httpx2]==0.13.2",),
+            ("tests/e2e/test_real_scim.py",),
+            "test_real_scim",
+        ),
+        Peer(
             "agents",
             "@anthropic-ai/claude-code",
             (

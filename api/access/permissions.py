@@ -1,8 +1,8 @@
 """Permissions of API keys: the one table of the calls that need each, and of its roles.
 
 Every RPC has one permission. Calls over HTTP and of the console are checked as the RPCs that they
-correspond to; SCIM has a row of its own. A key that is not the operator's acts within its own organization only, which
-`metering/store/border.py` ensures.
+correspond to; SCIM has a row of its own. A key that is not the operator's acts within its own
+organization only, which `metering/store/border.py` ensures.
 """
 
 from __future__ import annotations

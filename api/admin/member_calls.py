@@ -297,9 +297,7 @@ class PersonCalls(AuthenticatedServicer):
         async with self._acting(context, alone=True) as acting:
             # A dry run does the same, and undoes it: so it finds every reason against it
             attempt = await acting.session.begin_nested()
-            erased = await erase_person(
-                acting.session, person=request.person, actor=acting.actor
-            )
+            erased = await erase_person(acting.session, person=request.person, actor=acting.actor)
             await (attempt.rollback() if request.dry_run else attempt.commit())
             return wire.message_of(pb.ErasePersonResponse, erased)
 

@@ -1,65 +1,21 @@
 """Attributes of users and groups over SCIM, and what the service says about itself (RFC 7643).
 
-The tables of attributes are what `/Schemas` shows and what documents are read by.
+`/Schemas` shows the tables of attributes, by which documents are read too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from api.scim.attributes import Attribute, read_only
 
 CORE = "urn:ietf:params:scim:schemas:core:2.0"
 MESSAGES = "urn:ietf:params:scim:api:messages:2.0"
 USER, GROUP = f"{CORE}:User", f"{CORE}:Group"
 LIST, PATCH, ERROR = f"{MESSAGES}:ListResponse", f"{MESSAGES}:PatchOp", f"{MESSAGES}:Error"
 SEARCH = f"{MESSAGES}:SearchRequest"
-DOCUMENTATION = "https://datatracker.ietf.org/doc/html/rfc7643"
 RESULTS_MAX, RESULTS = 200, 100  # of one page
-
-
-@dataclass(frozen=True, slots=True)
-class Attribute:
-    """Attribute of a resource, or sub-attribute. `sub` has those of a complex one."""
-
-    name: str
-    description: str
-    type: str = "string"
-    sub: tuple[Attribute, ...] = ()
-    is_multiple: bool = False
-    is_required: bool = False
-    is_exact: bool = False
-    mutability: str = "readWrite"
-    uniqueness: str = "none"
-    references: tuple[str, ...] = ()
-
-    def find(self, name: str) -> Attribute | None:
-        return next((each for each in self.sub if each.name.lower() == name.lower()), None)
-
-    def shown(self) -> dict[str, Any]:
-        """Return its description in `/Schemas`."""
-        found: dict[str, Any] = {
-            "name": self.name,
-            "type": self.type,
-            "multiValued": self.is_multiple,
-            "description": self.description,
-            "required": self.is_required,
-            "caseExact": self.is_exact,
-            "mutability": self.mutability,
-            "returned": "default",
-            "uniqueness": self.uniqueness,
-        }
-        if self.references:
-            found["referenceTypes"] = list(self.references)
-        if self.sub:
-            found["subAttributes"] = [each.shown() for each in self.sub]
-        return found
-
-
-def read_only(name: str, description: str, **more: Any) -> Attribute:
-    return Attribute(name, description, mutability="readOnly", **more)
-
-
 EXTERNAL_ID = Attribute("externalId", "Id at the identity provider.", is_exact=True)
 EMAILS = Attribute(
     "emails",

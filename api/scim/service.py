@@ -25,7 +25,6 @@ from api.access.auth import Authenticator
 from api.access.permissions import PROVISION
 from api.access.servicer import REPORT_S, sessions_of
 from api.core.addresses import FORWARDED_FOR
-from api.core.interceptor import repeated
 from api.core.statuses import status_of
 from api.observability.observer import HTTP, Observer
 from api.openai.error_responses import HttpFault, error_response
@@ -49,6 +48,7 @@ from api.scim.schemas import ERROR, LIST, PATCH, RESOURCES, RESULTS, RESULTS_MAX
 from metering.core.errors import AlreadyExists, InvalidValue, LastOwner
 from metering.core.models import ScimGroup, ScimUser
 from metering.store.db import Sessions, patience, read_one_moment
+from metering.store.refusals import repeated
 from metering.tenants import provisioning
 from metering.tenants.admin_requests import take_changes_lock
 from metering.tenants.authentication import Principal
@@ -109,9 +109,7 @@ class Call:
         """Raise ScimFault if the header If-Match names other versions of the resource."""
         wanted = self.request.headers.get("if-match", "*").strip()
         if wanted != "*" and str(found.version) not in VERSION.findall(wanted):
-            raise ScimFault(
-                412, "", f"the resource has the version {found.version}: read it again"
-            )
+            raise ScimFault(412, "", f"the resource has the version {found.version}: read it again")
 
 
 class Scim:
@@ -559,9 +557,13 @@ def described(call: Call) -> web.Response:
         case "ResourceTypes":
             found = schemas.resource_types(call.base)
         case "Bulk" | "Me":
-            raise ScimFault(501, "", f"/{name} is not supported: /ServiceProviderConfig says what is")
+            raise ScimFault(
+                501, "", f"/{name} is not supported: /ServiceProviderConfig says what is"
+            )
         case _:
-            raise ScimFault(404, "", f"there is nothing at this address: use {', '.join(RESOURCES)}")
+            raise ScimFault(
+                404, "", f"there is nothing at this address: use {', '.join(RESOURCES)}"
+            )
     if call.request.method != "GET":
         raise wrong_method(call.request, "GET")
     if call.query.filter:
@@ -631,9 +633,9 @@ def _part(name: str, value: Any, query: Query) -> Any:
         return value
     if not query.wants(key):
         return None
-    asked = query.attributes or query.excluded
-    subs = {each.partition(".")[2] for each in asked if each.startswith(f"{key}.")}
-    if not subs or key in asked:
+    requested = query.attributes or query.excluded
+    subs = {each.partition(".")[2] for each in requested if each.startswith(f"{key}.")}
+    if not subs or key in requested:
         return value
     value = msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
     is_wanted = bool(query.attributes)

@@ -20,7 +20,9 @@ SCOPES = frozenset({"inference", "admin", "billing", SCIM})
 # In the organization of the key; `api/access/permissions.py` has their permissions.
 ROLES = ("owner", "admin", "developer", "finance", "viewer")
 AUTHORITY = {"": frozenset[str](), **{each: frozenset({f"role:{each}"}) for each in ROLES}}
-WITHOUT_ROLE = frozenset({"admin", "billing", SCIM})  # scopes of keys that have their rights already
+WITHOUT_ROLE = frozenset(
+    {"admin", "billing", SCIM}
+)  # scopes of keys that have their rights already
 # Per request: above any context window, and far below the column's maximum.
 TOKENS_MAX = 1_000_000_000
 GROUP_MAX_CHARS = 100

@@ -294,9 +294,7 @@ async def suspend_member(
         await check_owner_remains(session, owner, member)
     changing = (
         update(ApiKeyOwner)
-        .where(
-            ApiKeyOwner.api_key_id.in_(keys), ApiKeyOwner.suspended_at.is_(None) == is_suspended
-        )
+        .where(ApiKeyOwner.api_key_id.in_(keys), ApiKeyOwner.suspended_at.is_(None) == is_suspended)
         .values(suspended_at=func.now() if is_suspended else None)
         .returning(ApiKeyOwner.api_key_id)
     )

@@ -1,6 +1,6 @@
-"""Erasure of a person: what describes it leaves the database, and what it did stays under its id.
+"""Erasure of a person: its description leaves the database, and its acts stay under its id.
 
-The row of the person stays, with an address that nobody has. So do its memberships and keys, all
+The row of the person stays, with an address in no real domain. So do its memberships and keys, all
 ended, because usage, ledger and audit log refer to them by id. Functions take a session and never
 commit.
 """
@@ -83,7 +83,8 @@ async def erase_person(session: AsyncSession, *, person: str, actor: str) -> Era
     )
     of_user = or_(ScimUser.person_id == found.id, ScimUser.email == found.email)
     provisioned = (await session.scalars(select(ScimUser).where(of_user))).all()
-    organizations = {each.organization_id for each in (*memberships, *provisioned)}
+    organizations = {each.organization_id for each in memberships}
+    organizations |= {each.organization_id for each in provisioned}
     for organization_id in sorted(organizations):
         await lock_groups(session, organization_id)
     await session.refresh(found, with_for_update={"key_share": True})

@@ -1,7 +1,7 @@
 """Users and groups that the identity provider of an organization provisions, and their members.
 
 A provisioned user is known in its organization only. What its provider says of it changes no row of
-a person. The user gets a person when somebody signs in with its address, verified by a provider of
+a person. The user gets a person when a caller signs in with its address, verified by a provider of
 the operator (`admit_person`), or at once if that person is a member already. From then on, state
 and groups of the user decide about the membership. Functions take a session and never commit. Every
 change locks the row of the organization, so changes of one group come one after the other.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from sqlalchemy import ColumnElement, and_, delete, func, select, text, update
+from sqlalchemy import ColumnElement, SQLColumnExpression, and_, delete, func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -24,7 +24,6 @@ from metering.core.errors import AlreadyExists, InvalidValue, NotFound
 from metering.core.models import (
     GroupMembership,
     Person,
-    Project,
     ScimGroup,
     ScimGroupMember,
     ScimGroupRole,
@@ -58,7 +57,9 @@ log = structlog.get_logger(__name__)
 
 # Ids are one text parameter, whatever their number: a driver takes 10 ms for an array of 10,000.
 IDS = "CAST(string_to_array(:ids, ',') AS uuid[])"
-OWN_USERS = f"SELECT id FROM scim_users WHERE organization_id = :organization_id AND id = ANY({IDS})"
+OWN_USERS = (
+    f"SELECT id FROM scim_users WHERE organization_id = :organization_id AND id = ANY({IDS})"
+)
 UNKNOWN = text(f"SELECT id FROM unnest({IDS}) id WHERE id NOT IN ({OWN_USERS}) LIMIT 1")
 CHANGED = "SELECT coalesce(string_agg(CAST(user_id AS text), ','), '') FROM changed"
 ADD = text(f"""
@@ -152,7 +153,7 @@ LIMIT :limit
 
 @dataclass(frozen=True, slots=True)
 class UserTerms:
-    """What a provider says of a user. `attributes` has `displayName`, `name` and `emails`."""
+    """Statement of a provider about a user. `attributes` has `displayName`, `name`, `emails`."""
 
     user_name: str
     external_id: str | None
@@ -310,7 +311,7 @@ async def list_users(
     organization_id: uuid.UUID,
     *,
     where: ColumnElement[bool] | None,
-    order: Sequence[ColumnElement[Any]],
+    order: Sequence[SQLColumnExpression[Any]],
     offset: int,
     limit: int,
 ) -> tuple[int, Sequence[ScimUser]]:
@@ -524,7 +525,7 @@ async def create_group(
 ) -> ScimGroup:
     """Create a group. Raises: AlreadyExists, InvalidValue for an unknown member, LastOwner."""
     await lock_groups(session, organization_id)
-    made = await session.scalar(
+    made: ScimGroup | None = await session.scalar(
         insert(ScimGroup)
         .values(
             organization_id=organization_id,
@@ -605,7 +606,7 @@ async def delete_group(
     check: Callable[[ScimGroup], None],
     actor: str,
 ) -> None:
-    """Delete a group; its members lose its role. `check` may refuse. Raises: NotFound, LastOwner."""
+    """Delete a group; members lose its role. `check` may refuse. Raises: NotFound, LastOwner."""
     await lock_groups(session, organization_id)
     group = await find_group(session, organization_id, group_id)
     check(group)
@@ -621,7 +622,7 @@ async def list_groups(
     organization_id: uuid.UUID,
     *,
     where: ColumnElement[bool] | None,
-    order: Sequence[ColumnElement[Any]],
+    order: Sequence[SQLColumnExpression[Any]],
     offset: int,
     limit: int,
 ) -> tuple[int, Sequence[ScimGroup]]:
@@ -648,7 +649,8 @@ async def members_json(
     sizes: dict[uuid.UUID, int] = {
         row[0]: row[1] for row in await session.execute(counts.group_by(ScimGroupMember.group_id))
     }
-    found, total = {}, 0
+    found: dict[uuid.UUID, str] = {}
+    total = 0
     for group in groups:
         total += sizes.get(group.id, 0)
         if found and total > MEMBERS_MAX:
@@ -667,7 +669,7 @@ async def _ids(session: AsyncSession, statement: Any, **values: Any) -> set[str]
 async def _change_members(
     session: AsyncSession, group: ScimGroup, changes: Sequence[MemberChange]
 ) -> tuple[set[str], set[str]]:
-    """Change the members of a group; return who is new and who has left.
+    """Change the members of a group; return the ids of new and of former members.
 
     Raises: InvalidValue for an unknown user, or for too many.
     """
@@ -709,7 +711,7 @@ async def _record_group(
     added: Collection[str],
     removed: Collection[str],
 ) -> None:
-    """Write the audit entry of a group, which has the first ids only of those who came and left."""
+    """Write the audit entry of a group, which lists the first ids only."""
     members = {
         "added_count": len(added),
         "removed_count": len(removed),
@@ -729,7 +731,13 @@ async def _record_group(
 
 
 async def set_group_role(
-    session: AsyncSession, *, organization: str, group: str, role: str, project: str = "", actor: str
+    session: AsyncSession,
+    *,
+    organization: str,
+    group: str,
+    role: str,
+    project: str = "",
+    actor: str,
 ) -> GroupRoleRecord:
     """Let the group with a name give a role, or none; its members have it at once.
 

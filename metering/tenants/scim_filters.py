@@ -16,6 +16,7 @@ from typing import Any
 from sqlalchemy import (
     Boolean,
     ColumnElement,
+    SQLColumnExpression,
     Text,
     and_,
     cast,
@@ -54,7 +55,7 @@ class FilterInvalid(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Comparison of an attribute, in lower case without the URN of its schema. `pr` has no value."""
+    """Comparison of an attribute, in lower case and without its schema. `pr` has no value."""
 
     attribute: str
     operator: str
@@ -145,14 +146,14 @@ class _Reader:
 
     def need(self, word: str) -> None:
         if not self.take(word):
-            raise FilterInvalid(f"needs {word!r} {self._place}")
+            raise FilterInvalid(f"needs {word!r} {self._position}")
 
     def end(self) -> None:
         if self._tokens:
             raise FilterInvalid(f"has {self.peek[:50]!r} where it should end")
 
     @property
-    def _place(self) -> str:
+    def _position(self) -> str:
         return f"before {self.peek[:50]!r}" if self._tokens else "at its end"
 
     def attribute(self, *, after_dot: bool = False) -> str:
@@ -205,7 +206,7 @@ class _Reader:
         operator = self.peek.lower()
         if operator not in OPERATORS:
             raise FilterInvalid(
-                f"needs pr or one of {', '.join(sorted(OPERATORS))} {self._place}"
+                f"needs pr or one of {', '.join(sorted(OPERATORS))} {self._position}"
             )
         self._tokens.pop()
         text = self._tokens.pop() if self._tokens else ""
@@ -231,7 +232,9 @@ def matches(condition: Filter, element: Mapping[str, Any]) -> bool:
         case Logical(_, (operand,)):
             return not matches(operand, element)
         case Comparison(attribute, operator, value):
-            found = next((each for name, each in element.items() if name.lower() == attribute), None)
+            found = next(
+                (each for name, each in element.items() if name.lower() == attribute), None
+            )
             return _compares(found, operator, value)
     raise FilterInvalid("a condition on elements cannot have another one in it")
 
@@ -267,7 +270,7 @@ def _compares(found: Any, operator: str, value: Value) -> bool:
 class Column:
     """Attribute in SQL. Values are converted by `kind` before they are compared."""
 
-    expression: ColumnElement[Any]
+    expression: SQLColumnExpression[Any]
     kind: str = "text"  # text, exact, key (case folded), boolean, time or id
 
 
@@ -323,7 +326,7 @@ def to_sql(condition: Filter, kind: type[ScimUser] | type[ScimGroup]) -> ColumnE
     raise FilterInvalid(f"cannot compare {attribute[:50]!r}: filter by {known}")
 
 
-def sort_column(attribute: str, kind: type[ScimUser] | type[ScimGroup]) -> ColumnElement[Any]:
+def sort_column(attribute: str, kind: type[ScimUser] | type[ScimGroup]) -> SQLColumnExpression[Any]:
     """Return the SQL to sort by an attribute. Raises: FilterInvalid."""
     if (column := COLUMNS[kind].get(without_schema(attribute))) is None:
         raise FilterInvalid(f"cannot sort by {attribute[:50]!r}: use {', '.join(COLUMNS[kind])}")
@@ -369,7 +372,7 @@ def _of_element(condition: Filter, columns: Mapping[str, Column]) -> ColumnEleme
 
 
 def _compared(column: Column, operator: str, value: Value) -> ColumnElement[bool]:
-    left = column.expression
+    left: SQLColumnExpression[Any] = column.expression
     if operator == "pr":
         return left.is_not(None)
     if value is None:
@@ -399,25 +402,28 @@ def _compared(column: Column, operator: str, value: Value) -> ColumnElement[bool
             right = value.casefold()
         case "text":
             left, right = func.lower(left), func.lower(value)
+    compared: ColumnElement[bool]
     match operator:
         case "eq":
-            return left == right
+            compared = left == right
         case "ne":
-            return left.is_distinct_from(right)
-        case "co" | "sw" | "ew":
-            # Of PostgreSQL, because LIKE would need escapes
-            if operator == "co":
-                return func.strpos(left, right) > 0
-            if operator == "sw":
-                return func.starts_with(left, right)
-            return func.right(left, func.length(right)) == right
+            compared = left.is_distinct_from(right)
+        # Functions of PostgreSQL, because LIKE would need escapes
+        case "co":
+            compared = func.strpos(left, right) > 0
+        case "sw":
+            compared = func.starts_with(left, right)
+        case "ew":
+            compared = func.right(left, func.length(right)) == right
         case "gt":
-            return left > right
+            compared = left > right
         case "ge":
-            return left >= right
+            compared = left >= right
         case "lt":
-            return left < right
-    return left <= right
+            compared = left < right
+        case _:
+            compared = left <= right
+    return compared
 
 
 def _moment(value: str) -> datetime:

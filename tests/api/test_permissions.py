@@ -15,6 +15,7 @@ import weir.v1
 from api.access.permissions import (
     PERMISSION_OF,
     PERMISSIONS,
+    PROVISION,
     ROLES_OF,
     check_may_give,
     check_permissions,
@@ -33,7 +34,9 @@ GIVEN = [
     ("owner", KeyTerms(role="owner"), ""),
     ("owner", KeyTerms(role="finance"), ""),
     ("owner", KeyTerms(("billing",)), ""),
+    ("owner", KeyTerms(("scim",)), ""),
     ("owner", KeyTerms(("admin",)), "permission"),
+    ("admin", KeyTerms(("scim",)), "permission members.provision"),
     ("admin", KeyTerms(role="admin"), ""),
     ("admin", KeyTerms(role="owner"), "permission billing_profile.set"),
     ("admin", KeyTerms(role="finance"), "permission billing_profile.set"),
@@ -69,7 +72,7 @@ def test_every_call_of_the_contract_has_a_permission_and_no_other_call_has() -> 
     in_contract = set(methods_of_the_contract())
 
     assert len(in_contract) > 50, "a walk that finds nothing proves nothing"
-    assert set(PERMISSION_OF) == in_contract
+    assert set(PERMISSION_OF) == in_contract | {PROVISION}
     assert all(ROLES_OF.values()), "a call that needs no role would be open to every key"
 
 
@@ -78,7 +81,7 @@ def test_no_call_is_listed_twice_and_no_permission_has_two_sets_of_roles() -> No
 
     assert sum(len(row.calls) for row in rows) == len(PERMISSION_OF)
     assert len({row.name for row in rows}) == len(rows)
-    assert set(PERMISSIONS) == set(SERVICES)
+    assert set(PERMISSIONS) == {*SERVICES, "scim.v2"}
 
 
 def test_the_roles_are_the_scopes_and_the_roles_of_keys() -> None:
@@ -101,6 +104,9 @@ def test_the_operator_has_every_permission_but_the_use_of_models() -> None:
 
     every = {each.name for rows in PERMISSIONS.values() for each in rows}
     of_callers = {"models.use", "own_usage.read", "client_tokens.create", "invitations.accept"}
+    of_callers.add(
+        "members.provision"
+    )  # in the organization of the key, which the operator's leaves
     assert every - of_operator == of_callers
 
 

@@ -31,6 +31,7 @@ INVITATION = pb.Invitation(
 )
 ACCOUNT = pb.ServiceAccount(name="ci", role="viewer", key_count=2, create_time=NOON)
 PERSON = pb.Person(email="ann@example.com", display_name="Ann", create_time=NOON)
+GROUP = pb.ProvisionedGroup(group="Engineers", member_count=12, role="developer")
 GONE = pb.Person(email="ann@example.com", display_name="Ann", deactivate_time=NOON)
 REPLIES: dict[str, Message] = {
     "InviteMember": pb.InviteMemberResponse(invitation=INVITATION, token=TOKEN),
@@ -49,6 +50,9 @@ REPLIES: dict[str, Message] = {
     "UpdatePerson": pb.UpdatePersonResponse(person=PERSON),
     "DeactivatePerson": pb.DeactivatePersonResponse(person=GONE),
     "ReactivatePerson": pb.ReactivatePersonResponse(person=PERSON),
+    "ErasePerson": pb.ErasePersonResponse(person_id="p1", organizations=["acme"], key_count=2),
+    "ListProvisionedGroups": pb.ListProvisionedGroupsResponse(groups=[GROUP]),
+    "SetGroupRole": pb.SetGroupRoleResponse(group=GROUP),
 }
 OF_ACME = {"organization": "acme"}
 ANN = {"member": "ann@example.com"}
@@ -93,6 +97,14 @@ COMMANDS: list[tuple[str, dict[str, Any], str]] = [
     ("person rename ann@example.com Ann", {"display_name": "Ann"}, "Ann"),
     ("person deactivate ann@example.com", {"person": "ann@example.com"}, "deactivated 2026-11-20"),
     ("person reactivate ann@example.com", {"person": "ann@example.com"}, "active"),
+    ("person erase ann@example.com --yes", {"person": "ann@example.com"}, "erased the person p1"),
+    ("person erase ann@example.com --dry-run", {"dry_run": True}, "would erase the person p1"),
+    ("scim groups --org acme", OF_ACME, "Engineers"),
+    (
+        "scim role Engineers developer --org acme --project search",
+        OF_ACME | {"group": "Engineers", "role": "developer", "project": "search"},
+        "not provisioned yet",
+    ),
 ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 
-import httpx2  # type: ignore[import-not-found]
+import httpx2
 from scim2_client.engines.httpx2 import SyncSCIMClient  # type: ignore[import-not-found]
 from scim2_tester import Status, check_server  # type: ignore[import-not-found]
 

@@ -52,7 +52,7 @@ CHANGING_MONEY = {
     *("CreateAdjustment", "ApproveAdjustment", "RejectAdjustment"),
 }
 RESALE = {"SetResalePrice", "RentReplicas", "EndReplicaRental"}
-OF_OWNERS = {"UpdateOrganization", "CloseProject"}
+OF_OWNERS = {"UpdateOrganization", "CloseProject", "SetGroupRole"}
 RENAMINGS = {"UpdateOrganization", "UpdateProject"}
 OF_KEYS = {"CreateApiKey", "RotateApiKey", "UpdateApiKey", "RevokeApiKey"}
 OF_ADMINS = {
@@ -60,7 +60,7 @@ OF_ADMINS = {
     *("CreateProject", "SetQuota", "PreviewQuota", "OverrideQuota", "DeleteQuota"),
     "ListAuditEntries",
     *("CreateTokenIssuer", "DeleteTokenIssuer", "RevokeTokens"),
-    "ExportAuditEntries",
+    *("ExportAuditEntries", "ListProvisionedGroups"),
     *("SetAlertWebhook", "ListAlertWebhooks", "DeleteAlertWebhook", "TestAlertWebhook"),
 }
 OF_ADMINS |= {
@@ -159,7 +159,7 @@ def scopes_of(method: MethodDescriptor) -> set[str]:
     if method.name == "ExportOrganization":
         return {"admin", "role:owner", "role:admin"}
     if method.name == "ListReceiptKeys":
-        return {"inference", "billing", "admin", *ROLES_OF_KEYS}
+        return {"inference", "billing", "scim", "admin", *ROLES_OF_KEYS}
     match method.containing_service.name:
         case "InferenceService":
             return {"inference"}
@@ -189,7 +189,7 @@ def scopes_of(method: MethodDescriptor) -> set[str]:
 
 async def keys_of(service: Service, tenant: Tenant) -> dict[str, str]:
     """Return a secret for each scope and role but the operator's, by what authorizes its calls."""
-    keys = {each: await service.new_key(tenant, each) for each in ("inference", "billing")}
+    keys = {each: await service.new_key(tenant, each) for each in ("inference", "billing", "scim")}
     roles = {f"role:{each}": await service.new_key(tenant, role=each) for each in ROLES}
     return {name: secret for name, (_, secret) in (keys | roles).items()}
 

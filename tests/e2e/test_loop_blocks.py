@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 import pytest
+from sqlalchemy import text
 
 import api.serving as api_main
 from api.core import rate_limiter
@@ -43,6 +44,9 @@ HEADERS = (
 )
 PATHS = ("/v1/models", "/console/api/AdminService/ListApiKeys", "/metrics")
 REPEATS = 3
+USER, GROUP = (f"urn:ietf:params:scim:schemas:core:2.0:{each}" for each in ("User", "Group"))
+PATCH = "urn:ietf:params:scim:api:messages:2.0:PatchOp"
+MEMBERS = 10_000
 
 
 class House:
@@ -97,13 +101,13 @@ async def house(
         await serving
 
 
-def post(url: str, path: str, secret: str, body: bytes) -> tuple[int, bytes]:
+def post(url: str, path: str, secret: str, body: bytes, method: str = "POST") -> tuple[int, bytes]:
     """Send one body over HTTP; return the status and the beginning of the answer."""
     host = url.removeprefix("http://").partition("/")[0]
     connection = http.client.HTTPConnection(host, timeout=60)
     try:
         headers = {"authorization": f"Bearer {secret}", "content-type": "application/json"}
-        connection.request("POST", path, body, headers)
+        connection.request(method, path, body, headers)
         response = connection.getresponse()
         return response.status, response.read()[:300]
     finally:
@@ -223,6 +227,75 @@ async def test_no_message_blocks_the_loop(house: House) -> None:
             name = f"{path}, {costly.name}"
             answer = await house.ask(name, call, house.service.address, path, secret, message)
             assert not str(answer).startswith(("INTERNAL", "UNKNOWN")), (name, answer)
+
+    assert house.faults == []
+
+
+def scim_bodies(ids: list[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield costly requests for provisioning: method, path with USER or GROUP, and body."""
+    members = [{"value": each, "display": "of usual length"} for each in ids]
+    yield "PATCH", "Groups/GROUP", patch({"op": "add", "path": "members", "value": members})
+    yield "PUT", "Groups/GROUP", {"schemas": [GROUP], "displayName": "g", "members": members}
+    either = " or ".join(f'value eq "{each}"' for each in ids[:90])
+    yield "PATCH", "Groups/GROUP", patch({"op": "remove", "path": f"members[{either}]"})
+    yield "GET", "Groups/GROUP", {}
+    yield "GET", "Groups", {}
+    yield "GET", "Users?count=200", {}
+    emails = [{"value": f"a{n}@example.com", "type": "work"} for n in range(20_000)]
+    yield "POST", "Users", {"schemas": [USER], "userName": "a", "emails": emails}
+    unknown = {f"a{n}": {"b": [n]} for n in range(60_000)}
+    yield "POST", "Users", {"schemas": [USER], "userName": "a", **unknown}
+    yield "POST", "Users", {"schemas": [USER], "userName": "a" * 1_900_000}
+    many = [{"op": "replace", "path": "displayName", "value": "b" * 900}] * 1000
+    yield "PATCH", "Users/USER", patch(*many)
+    dotted = {f"urn:a:{n}": {"b": n} for n in range(60_000)}
+    yield "PATCH", "Users/USER", patch({"op": "replace", "value": dotted})
+    condition = "emails[" + " and ".join(['type eq "work"'] * 90) + "].value"
+    for count in (50, 900):
+        operations = [{"op": "add", "path": condition, "value": "c"}] * count
+        yield "PATCH", "Users/USER", patch(*operations)
+    search = {"schemas": ["urn:ietf:params:scim:api:messages:2.0:SearchRequest"]}
+    of_names = " or ".join(["name.familyName co 'x'".replace("'", '"')] * 99)
+    yield "POST", "Users/.search", search | {"filter": of_names}
+    yield "POST", "Users/.search", search | {"filter": "(" * 4000}
+    yield "POST", "Users/.search", search | {"attributes": ["a.b"] * 300_000}
+
+
+def patch(*operations: object) -> dict[str, Any]:
+    return {"schemas": [PATCH], "Operations": list(operations)}
+
+
+async def test_no_provisioning_blocks_the_loop(house: House) -> None:
+    tenant = await house.service.tenant()
+    _, secret = await house.service.new_key(tenant, "scim")
+    async with house.service.session() as session:
+        made = await session.execute(
+            text("""
+            INSERT INTO scim_users
+                (organization_id, user_name, user_name_key, attributes, is_active)
+            SELECT :id, 'u' || n, 'u' || n, '{}', true FROM generate_series(1, :count) n
+            RETURNING CAST(id AS text)
+            """),
+            {"id": tenant.organization_id, "count": MEMBERS},
+        )
+        ids = list(made.scalars())
+        group = await session.scalar(
+            text("""
+            INSERT INTO scim_groups (organization_id, display_name, name_key)
+            VALUES (:id, 'g', 'g') RETURNING CAST(id AS text)
+            """),
+            {"id": tenant.organization_id},
+        )
+
+    for method, path, body in scim_bodies(ids):
+        where = f"/scim/v2/{path.replace('GROUP', str(group)).replace('USER', ids[0])}"
+        content = json.dumps(body).encode() if body else b""
+        name = f"{method} {path}, {len(content)} bytes"
+        answer = await house.ask(
+            name, post, house.service.openai_url, where, secret, content, method
+        )
+        assert isinstance(answer, tuple)
+        assert answer[0] < 500, (name, answer)
 
     assert house.faults == []
 

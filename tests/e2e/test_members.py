@@ -128,11 +128,13 @@ ACTS: list[tuple[str, Fields]] = [
         lambda m: {"organization": m["org"], "service_account": "ci", "role": "viewer"},
     ),
     ("DeleteServiceAccount", lambda m: {"organization": m["org"], "service_account": "ci"}),
+    ("SetGroupRole", lambda m: {"organization": m["org"], "group": "eng", "role": "viewer"}),
     ("UpdatePerson", lambda m: {"person": m["email"], "display_name": "Ann B."}),
     ("CreateSignInLink", lambda m: {"person": m["email"]}),
     ("DeactivatePerson", lambda m: {"person": m["email"]}),
     ("ReactivatePerson", lambda m: {"person": m["email"]}),
     ("CreateSignInLink", lambda m: {"person": m["email"]}),
+    ("ErasePerson", lambda m: {"person": m["email"]}),
     ("CloseMonth", lambda m: {"organization": m["victim"], "month": "2025-11"}),
     (
         "CreateAdjustment",

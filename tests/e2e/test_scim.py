@@ -1,4 +1,4 @@
-"""Provisioning over HTTP: the forms that providers send, borders, errors, races and large groups."""
+"""Provisioning over HTTP: what providers send, borders, errors, races and large groups."""
 
 from __future__ import annotations
 
@@ -28,6 +28,50 @@ ENTERPRISE = "urn:ietf:params:scim:schemas:extension:enterprise:2.0:User"
 PATCH = "urn:ietf:params:scim:api:messages:2.0:PatchOp"
 ERROR = "urn:ietf:params:scim:api:messages:2.0:Error"
 MANY = 10_000
+OPERATION = {"op": "replace", "path": "displayName", "value": "x"}
+WRONG: list[tuple[str, str, Any, int, str]] = [
+    ("POST", "/Users", b"{", 400, "invalidSyntax"),
+    ("POST", "/Users", b"[" * 100_000, 400, "invalidSyntax"),
+    ("POST", "/Users", {"userName": "a"}, 400, "invalidSyntax"),
+    ("POST", "/Users", {"schemas": [USER]}, 400, "invalidValue"),
+    ("POST", "/Users", {"schemas": [USER], "userName": 1}, 400, "invalidValue"),
+    ("POST", "/Users", {"schemas": [USER], "userName": "a\u0000"}, 400, "invalidValue"),
+    ("POST", "/Users", {"schemas": [USER], "userName": "a", "activ": True}, 400, "invalidSyntax"),
+    ("POST", "/Users", {"schemas": [USER], "userName": "a", "active": "no"}, 400, "invalidValue"),
+    ("POST", "/Users", {"schemas": [USER], "userName": "a" * 2000}, 400, "invalidValue"),
+    ("POST", "/Users", {"schemas": [USER], "userName": "a", "emails": ["b"]}, 400, "invalidValue"),
+    ("POST", "/Users", b"x" * (2**21 + 1), 413, ""),
+    ("POST", "/Groups", {"schemas": [GROUP], "displayName": " "}, 400, "invalidValue"),
+    ("PATCH", "Users/ID", {"schemas": [PATCH]}, 400, "invalidSyntax"),
+    ("PATCH", "Users/ID", {"schemas": [USER], "Operations": [OPERATION]}, 400, "invalidSyntax"),
+    ("GET", "/Users?filter=userName", None, 400, "invalidFilter"),
+    ("GET", "/Users?sortBy=password", None, 400, "invalidPath"),
+    ("GET", "/Users?startIndex=x", None, 400, "invalidValue"),
+    ("GET", "/Users?attributes=id&excludedAttributes=id", None, 400, "invalidValue"),
+    ("GET", "Users/none", None, 404, ""),
+    ("GET", f"/Users/{uuid.uuid4()}", None, 404, ""),
+    ("GET", "/Schemas?filter=id%20pr", None, 403, ""),
+    ("GET", "/Schemas/none", None, 404, ""),
+    ("GET", "/none", None, 404, ""),
+    ("PATCH", "/Users", {}, 405, ""),
+    ("POST", "/Schemas", {}, 405, ""),
+    ("POST", "/Bulk", {}, 501, ""),
+    ("GET", "/Me", None, 501, ""),
+]
+WRONG_PATCHES: list[tuple[Any, str]] = [
+    ({"op": "move", "path": "displayName", "value": "x"}, "invalidSyntax"),
+    ({"op": "remove"}, "noTarget"),
+    ({"op": "remove", "path": "userName"}, "mutability"),
+    ({"op": "replace", "path": "groups", "value": []}, "mutability"),
+    ({"op": "replace", "path": "id", "value": "x"}, "mutability"),
+    ({"op": "replace", "path": "unknown", "value": "x"}, "invalidPath"),
+    ({"op": "replace", "path": "name.unknown", "value": "x"}, "invalidPath"),
+    ({"op": "replace", "path": "emails[", "value": "x"}, "invalidPath"),
+    ({"op": "replace", "path": 'emails[type eq "no"].value', "value": "x"}, "noTarget"),
+    ({"op": "add", "path": 'emails[type co "no"].value', "value": "x"}, "noTarget"),
+    ({"op": "replace", "path": "active", "value": "maybe"}, "invalidValue"),
+    ({"op": "add", "path": "emails", "value": [{"value": "x"}] * 21}, "invalidValue"),
+]
 
 
 @dataclass
@@ -46,12 +90,17 @@ class Client:
             sent.setdefault("content-type", "application/scim+json")
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         data = None if content is None else io.BytesIO(content)
-        async with self.http.request(method, self.url + path, data=data, headers=sent) as answer:
+        url = f"{self.url}/{path.removeprefix('/')}"
+        async with self.http.request(method, url, data=data, headers=sent) as answer:
             content = await answer.read()
+            if answer.status in (429, 503):  # on a busy machine; providers send it again as well
+                await asyncio.sleep(float(answer.headers["retry-after"]))
+                return await self.send(method, path, body, **headers)
             if content:
                 assert answer.headers["content-type"] == "application/scim+json; charset=utf-8"
             found = json.loads(content) if content else None
             if answer.status >= 400:
+                assert found is not None
                 assert found["schemas"] == [ERROR]
                 assert found["status"] == str(answer.status)
                 assert found["detail"]
@@ -195,16 +244,17 @@ async def test_a_deactivated_person_is_out_at_once_with_its_streams(
         )
     user = await client.user(name)
     async with service.stream(accepted.secret) as stream:
-        request = await stream.begin(max_output_tokens=200)
+        request = await stream.begin(max_output_tokens=4000)
         await client.patch(f"/Users/{user}", {"op": "replace", "path": "active", "value": False})
-        assert (await stream.failed(request)).reason == "REQUEST_KILLED"
+        assert (await stream.failed(request)).reason == "KEY_REVOKED"
 
     async with service.session() as session:
         with pytest.raises(KeyInvalid):
             await authenticate(session, accepted.secret)
     await client.patch(f"/Users/{user}", {"op": "replace", "path": "active", "value": True})
     async with service.session() as session:
-        assert (await authenticate(session, accepted.secret)).organization_id
+        principal = await authenticate(session, accepted.secret)
+    assert principal.person_id == accepted.member.person_id
 
 
 async def test_a_group_gives_its_role_by_the_setting_of_the_owner(
@@ -269,52 +319,6 @@ async def test_a_provider_finds_nothing_of_another_organization(
     assert (status, found["scimType"]) == (400, "invalidValue")
     assert await client.members(group) == {user}
     assert mine != user
-
-
-OPERATION = {"op": "replace", "path": "displayName", "value": "x"}
-WRONG: list[tuple[str, str, Any, int, str]] = [
-    ("POST", "/Users", b"{", 400, "invalidSyntax"),
-    ("POST", "/Users", b"[" * 100_000, 400, "invalidSyntax"),
-    ("POST", "/Users", {"userName": "a"}, 400, "invalidSyntax"),
-    ("POST", "/Users", {"schemas": [USER]}, 400, "invalidValue"),
-    ("POST", "/Users", {"schemas": [USER], "userName": 1}, 400, "invalidValue"),
-    ("POST", "/Users", {"schemas": [USER], "userName": "a\u0000"}, 400, "invalidValue"),
-    ("POST", "/Users", {"schemas": [USER], "userName": "a", "activ": True}, 400, "invalidSyntax"),
-    ("POST", "/Users", {"schemas": [USER], "userName": "a", "active": "no"}, 400, "invalidValue"),
-    ("POST", "/Users", {"schemas": [USER], "userName": "a" * 2000}, 400, "invalidValue"),
-    ("POST", "/Users", {"schemas": [USER], "userName": "a", "emails": ["b"]}, 400, "invalidValue"),
-    ("POST", "/Users", b"x" * (2**21 + 1), 413, ""),
-    ("POST", "/Groups", {"schemas": [GROUP], "displayName": " "}, 400, "invalidValue"),
-    ("PATCH", "/Users/ID", {"schemas": [PATCH]}, 400, "invalidSyntax"),
-    ("PATCH", "/Users/ID", {"schemas": [USER], "Operations": [OPERATION]}, 400, "invalidSyntax"),
-    ("GET", "/Users?filter=userName", None, 400, "invalidFilter"),
-    ("GET", "/Users?sortBy=password", None, 400, "invalidPath"),
-    ("GET", "/Users?startIndex=x", None, 400, "invalidValue"),
-    ("GET", "/Users?attributes=id&excludedAttributes=id", None, 400, "invalidValue"),
-    ("GET", "/Users/none", None, 404, ""),
-    ("GET", f"/Users/{uuid.uuid4()}", None, 404, ""),
-    ("GET", "/Schemas?filter=id%20pr", None, 403, ""),
-    ("GET", "/Schemas/none", None, 404, ""),
-    ("GET", "/none", None, 404, ""),
-    ("PATCH", "/Users", {}, 405, ""),
-    ("POST", "/Schemas", {}, 405, ""),
-    ("POST", "/Bulk", {}, 501, ""),
-    ("GET", "/Me", None, 501, ""),
-]
-WRONG_PATCHES: list[tuple[Any, str]] = [
-    ({"op": "move", "path": "displayName", "value": "x"}, "invalidSyntax"),
-    ({"op": "remove"}, "noTarget"),
-    ({"op": "remove", "path": "userName"}, "mutability"),
-    ({"op": "replace", "path": "groups", "value": []}, "mutability"),
-    ({"op": "replace", "path": "id", "value": "x"}, "mutability"),
-    ({"op": "replace", "path": "unknown", "value": "x"}, "invalidPath"),
-    ({"op": "replace", "path": "name.unknown", "value": "x"}, "invalidPath"),
-    ({"op": "replace", "path": "emails[", "value": "x"}, "invalidPath"),
-    ({"op": "replace", "path": 'emails[type eq "no"].value', "value": "x"}, "noTarget"),
-    ({"op": "add", "path": 'emails[type co "no"].value', "value": "x"}, "noTarget"),
-    ({"op": "replace", "path": "active", "value": "maybe"}, "invalidValue"),
-    ({"op": "add", "path": "emails", "value": [{"value": "x"}] * 21}, "invalidValue"),
-]
 
 
 async def test_wrong_requests_are_refused_in_the_form_of_scim(client: Client) -> None:
@@ -388,7 +392,7 @@ async def test_lists_are_paged_sorted_and_counted_exactly(client: Client) -> Non
         "filter": f'userName eq "{names[3]}"',
         "attributes": ["emails.value"],
     }
-    status, found, _ = await client.send("POST", "/Users/.search", body)
+    status, found, _ = await client.send("POST", "Users/.search", body)
     assert (status, found["Resources"][0]["emails"]) == (200, [{"value": names[3]}])
 
 
@@ -429,7 +433,8 @@ async def test_large_groups_hold_no_other_request(
     async with service.session() as session:
         made = await session.execute(
             text("""
-            INSERT INTO scim_users (organization_id, user_name, user_name_key, attributes, is_active)
+            INSERT INTO scim_users
+                (organization_id, user_name, user_name_key, attributes, is_active)
             SELECT :id, 'u' || n, 'u' || n, '{}', true FROM generate_series(1, :count) n
             RETURNING CAST(id AS text)
             """),
@@ -453,6 +458,8 @@ async def test_large_groups_hold_no_other_request(
     assert await client.members(group) == set()
     async with service.session() as session:
         size = await session.scalar(
-            text("SELECT max(length(after::text)) FROM audit_log WHERE action = 'scim_group.update'")
+            text(
+                "SELECT max(length(after::text)) FROM audit_log WHERE action = 'scim_group.update'"
+            )
         )
     assert size < 12_000, "an entry lists the first ids only"

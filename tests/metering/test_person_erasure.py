@@ -39,7 +39,7 @@ WHERE table_schema = 'public' AND table_type = 'BASE TABLE'
 """
 
 
-async def places_of(sessions: Sessions, *words: str) -> set[tuple[str, str]]:
+async def tables_with(sessions: Sessions, *words: str) -> set[tuple[str, str]]:
     """Return which tables contain which words."""
     found = set()
     async with sessions() as session:
@@ -81,14 +81,14 @@ async def test_nothing_describes_an_erased_person(
 ) -> None:
     person_id = await ann_of(sessions, customer)
     words = (ANN, NAME, SUBJECT, "192.0.2.77")
-    assert {word for _, word in await places_of(sessions, *words)} == set(words)
+    assert {word for _, word in await tables_with(sessions, *words)} == set(words)
     async with sessions() as session:
         count = await session.scalar(text("SELECT count(*) FROM audit_log"))
 
     async with application.begin() as session:
         erased = await erase_person(session, person=ANN, actor="operator")
 
-    assert await places_of(sessions, *words) == set()
+    assert await tables_with(sessions, *words) == set()
     assert erased.person_id == person_id
     assert sorted(erased.organizations) == ["acme", "bolt"]
     assert (erased.session_count, erased.invitation_count) == (1, 4)
@@ -152,7 +152,7 @@ async def test_the_last_owner_is_not_erased(sessions: Sessions, customer: Custom
 FORBIDDEN: dict[str, Any] = {
     "a person that is not erased": "UPDATE audit_log SET after = without_person(after)"
     " WHERE after ->> 'email' = 'bob@example.com'",
-    "more than what describes": "UPDATE audit_log SET after = without_person(after) || '{\"id\": 1}'"
+    "more than words": "UPDATE audit_log SET after = without_person(after) || '{\"id\": 1}'"
     " WHERE action = 'person.erase' OR subject_id IN (SELECT id::text FROM persons)",
     "another column": "UPDATE audit_log SET before = without_person(before), actor_role = 'x'",
     "an entry": "DELETE FROM audit_log",
@@ -177,4 +177,4 @@ async def test_a_deactivated_person_can_be_erased(sessions: Sessions, customer: 
         await deactivate_person(session, person=ANN, actor="operator")
     async with sessions.begin() as session:
         await erase_person(session, person=ANN, actor="operator")
-    assert await places_of(sessions, ANN, NAME) == set()
+    assert await tables_with(sessions, ANN, NAME) == set()

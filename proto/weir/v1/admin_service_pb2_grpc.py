@@ -1049,8 +1049,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ErasePerson(self, request, context):
-        """Erases a person: name, address, identity and sessions, in all organizations. Its memberships and
-        keys end; keys that it made for programs stay. What it did stays in usage, bills and audit log
+        """Erases a person: name, address, identity and sessions, in all organizations. Its memberships
+        and keys end; keys that it made for programs stay. Usage, bills and audit log keep its acts,
         under its id. An erasure cannot be undone. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -268,8 +268,8 @@ class AdminServiceStub:
     once, and to the members that the identity provider adds and removes later.
     """
     ErasePerson: _grpc.UnaryUnaryMultiCallable[_members_pb2.ErasePersonRequest, _members_pb2.ErasePersonResponse]
-    """Erases a person: name, address, identity and sessions, in all organizations. Its memberships and
-    keys end; keys that it made for programs stay. What it did stays in usage, bills and audit log
+    """Erases a person: name, address, identity and sessions, in all organizations. Its memberships
+    and keys end; keys that it made for programs stay. Usage, bills and audit log keep its acts,
     under its id. An erasure cannot be undone. Idempotent.
     """
     GetTraffic: _grpc.UnaryUnaryMultiCallable[_operation_pb2.GetTrafficRequest, _operation_pb2.GetTrafficResponse]
@@ -509,8 +509,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     once, and to the members that the identity provider adds and removes later.
     """
     ErasePerson: _aio.UnaryUnaryMultiCallable[_members_pb2.ErasePersonRequest, _members_pb2.ErasePersonResponse]  # type: ignore[assignment]
-    """Erases a person: name, address, identity and sessions, in all organizations. Its memberships and
-    keys end; keys that it made for programs stay. What it did stays in usage, bills and audit log
+    """Erases a person: name, address, identity and sessions, in all organizations. Its memberships
+    and keys end; keys that it made for programs stay. Usage, bills and audit log keep its acts,
     under its id. An erasure cannot be undone. Idempotent.
     """
     GetTraffic: _aio.UnaryUnaryMultiCallable[_operation_pb2.GetTrafficRequest, _operation_pb2.GetTrafficResponse]  # type: ignore[assignment]
@@ -1221,8 +1221,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _members_pb2.ErasePersonRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_members_pb2.ErasePersonResponse, _abc.Awaitable[_members_pb2.ErasePersonResponse]]:
-        """Erases a person: name, address, identity and sessions, in all organizations. Its memberships and
-        keys end; keys that it made for programs stay. What it did stays in usage, bills and audit log
+        """Erases a person: name, address, identity and sessions, in all organizations. Its memberships
+        and keys end; keys that it made for programs stay. Usage, bills and audit log keep its acts,
         under its id. An erasure cannot be undone. Idempotent.
         """
 

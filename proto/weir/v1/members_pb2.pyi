@@ -1389,7 +1389,7 @@ Global___ErasePersonRequest: _TypeAlias = ErasePersonRequest  # noqa: Y015
 
 @_typing.final
 class ErasePersonResponse(_message.Message):
-    """What was erased, or would be."""
+    """Result of an erasure, or of its dry run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -376,7 +376,7 @@ def erase_person(
 ) -> Output:
     """Erase a person for ever: name, address and sign-in, in all organizations.
 
-    Its memberships and keys end. What it did stays in usage, bills and audit log, under its id.
+    Its memberships and keys end. Usage, bills and audit log keep its acts, under its id.
     """
     if not (yes or dry_run):
         if not has_terminal():

@@ -1663,8 +1663,8 @@ class AsyncAdminCalls(UnaryClient):
 
     async def erase_person(self, person: str, *, dry_run: bool = False) -> ErasedPerson:
         """Erases a person: name, address, identity and sessions, in all organizations. Its
-        memberships and keys end; keys that it made for programs stay. What it did stays in usage,
-        bills and audit log under its id. An erasure cannot be undone. Idempotent.
+        memberships and keys end; keys that it made for programs stay. Usage, bills and audit log
+        keep its acts, under its id. An erasure cannot be undone. Idempotent.
 
         `person`: The person, by e-mail address or id. Unknown: NotFound. The last owner of an
             organization: FailedPrecondition, LAST_OWNER.

@@ -2371,7 +2371,7 @@ class ProvisionedGroup(Value):
 
 @dataclass(frozen=True, slots=True)
 class ErasedPerson(Value):
-    """What was erased, or would be."""
+    """Result of an erasure, or of its dry run."""
 
     person_id: str = ""
     """UUID of the person, which stays."""
