@@ -670,7 +670,17 @@ async def test_an_answer_counts_in_its_own_browser_only_and_once(site: Site) -> 
 
 
 @pytest.mark.parametrize(
-    "route", ["//evil.example", "https://evil.example", "/\r\nset-cookie: x=1", "x", "/<b>", "/#"]
+    "route",
+    [
+        *("//evil.example", "https://evil.example", "/\r\nset-cookie: x=1", "x", "/<b>", "/#"),
+        *(
+            "/\\evil.example",
+            "\\\\evil.example",
+            "/\t/evil.example",
+            "javascript:alert(1)",
+            "/" * 400,
+        ),
+    ],
 )
 async def test_a_sign_in_leads_to_no_other_site(site: Site, route: str) -> None:
     await site.join()
