@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 import uuid
-from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,8 @@ from urllib.parse import urlsplit
 
 import grpc
 import psycopg
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec, utils
+from joserfc import jwt
+from joserfc.jwk import ECKey
 
 from api.core.endpoint import read_endpoint
 from api.core.settings import Settings, bundled_models
@@ -222,32 +221,22 @@ def create_keys(database_url: str, count: int) -> list[str]:
 
 def create_token(database_url: str) -> str:
     """Create a tenant as `create_keys` does, which trusts an issuer, and return a token of it."""
-    signer = ec.generate_private_key(ec.SECP256R1())
-    numbers, now, audience = signer.public_key().public_numbers(), int(time.time()), "weir"
-    public = {"kty": "EC", "crv": "P-256", "kid": "bench"} | {
-        name: encoded(value.to_bytes(32)) for name, value in (("x", numbers.x), ("y", numbers.y))
-    }
+    signer = ECKey.generate_key("P-256", {"kid": "bench"})
+    now, audience = int(time.time()), "weir"
     claims = {"iss": ISSUER, "aud": audience, "sub": "ada", "jti": "1", "iat": now}
-    parts = {"alg": "ES256", "kid": "bench"}, claims | {"exp": now + TOKEN_LIFETIME_S}
-    signed = ".".join(encoded(json.dumps(each).encode()) for each in parts)
-    der = signer.sign(signed.encode(), ec.ECDSA(hashes.SHA256()))
-    signature = b"".join(each.to_bytes(32) for each in utils.decode_dss_signature(der))
+    header = {"alg": "ES256", "kid": "bench"}
     [payer] = create_tenants(database_url, 1)
     trust = {
         "organization": payer.organization_id,
         "key": payer.api_key_id,
         "issuer": ISSUER,
         "audience": audience,
-        "keys": json.dumps({"keys": [public]}),
+        "keys": json.dumps({"keys": [signer.as_dict(private=False)]}),
     }
     with psycopg.connect(psycopg_conninfo(database_url)) as connection:
         connection.execute("UPDATE api_keys SET secret_hash = NULL WHERE id = %(key)s", trust)
         connection.execute(TRUST, trust)
-    return f"{signed}.{encoded(signature)}"
-
-
-def encoded(part: bytes) -> str:
-    return urlsafe_b64encode(part).decode().rstrip("=")
+    return jwt.encode(header, claims | {"exp": now + TOKEN_LIFETIME_S}, signer)
 
 
 @contextlib.contextmanager
