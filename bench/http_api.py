@@ -2,13 +2,14 @@
 
 Measures server CPU per token of a streamed chat and per request, and the time to the first token.
 
-    python -m bench.http_api [--seconds 4] [--chats 1,50,200] [--directory DIR]
+    python -m bench.http_api [--seconds 4] [--chats 1,50,200] [--directory DIR] [--tokens]
 
 One api process on a core of its own; on another core PostgreSQL, the worker of the simulated engine
 and the client. Each chat has its own connection, with one token per engine step. Concurrent probes
 request two tokens: their time to first token, less that of the bare server, is added by Weir. The
 next case has 50 connections with consecutive answers of one token: the cost of a request from its
-head to its settlement. The last one has unstreamed answers of one token and of 16.
+head to its settlement. Another one compares these requests with a token of a trusted issuer to
+those with an API key. The last one has unstreamed answers of one token and of 16.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from typing import Any
 
 from bench import streams
 from bench.harness import Bench, Case, Cases, Figure, Values, main
-from bench.site import MODEL, Server, add_site_options, create_keys, new_site, quantile, run_load
+from bench.site import (
+    MODEL,
+    Server,
+    add_site_options,
+    create_keys,
+    create_token,
+    new_site,
+    quantile,
+    run_load,
+)
 from bench.streams import PROMPT, WARM_UP_S, scale, step_s
 
 LOAD = "bench.http_api_load"
@@ -113,6 +123,15 @@ def prepare(options: argparse.Namespace) -> Iterator[Cases]:
 
             return Case(name, {"bare aiohttp": bare, "Weir, gRPC": grpc, "Weir, HTTP": http})
 
+        short = partial(run, weir, count=SHORT_STREAMS, seconds=seconds, short_tokens=1)
+        callers = {"API key": key, "token of an issuer": create_token(site.database_url)}
+        tokens = Case(
+            "requests of one token, by credential",
+            {way: partial(short, key=each) for way, each in callers.items()},
+        )
+        if options.tokens:
+            yield [tokens]
+            return
         whole = partial(run, weir, key, WHOLE_STREAMS, seconds, whole=True, period_s=WHOLE_PERIOD_S)
         yield [
             *(
@@ -129,6 +148,7 @@ def prepare(options: argparse.Namespace) -> Iterator[Cases]:
                 partial(short_by_grpc, weir, key, seconds),
                 short_tokens=1,
             ),
+            tokens,
             Case(
                 "answers in one piece, over HTTP",
                 {
@@ -144,6 +164,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_site_options(parser, 4.0)
     parser.add_argument(
         "--chats", default="1,50,200", help="numbers of concurrent chats (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", action="store_true", help="only the case with a token of an issuer"
     )
 
 

@@ -24,6 +24,8 @@ from urllib.parse import urlsplit
 
 import grpc
 import psycopg
+from joserfc import jwt
+from joserfc.jwk import ECKey
 
 from api.core.endpoint import read_endpoint
 from api.core.settings import Settings, bundled_models
@@ -45,6 +47,19 @@ FROM (VALUES ('organization', %(organization)s::uuid, 'cost_picos_per_month'),
              ('project', %(project)s, 'requests_per_minute'),
              ('api_key', %(key)s, 'tokens_per_minute'), ('api_key', %(key)s, 'concurrent_requests'))
              AS v(subject, id, dimension)
+"""
+ISSUER, TOKEN_LIFETIME_S = "https://login.example.com", 3600
+TRUST = """
+WITH trusted AS (
+    INSERT INTO token_issuers (organization_id, issuer, audience, algorithms, keys_url, keys,
+        leeway_s, lifetime_max_s, token_type, requires_id, project_claim, end_user_claim,
+        models_claim, max_output_tokens_claim, label_claims)
+    VALUES (%(organization)s, %(issuer)s, %(audience)s, '{}', '', %(keys)s, 30, 3600, '', true, '',
+        '', '', '', '{}')
+    RETURNING id
+)
+INSERT INTO token_keys (token_issuer_id, claim_value, api_key_id)
+SELECT id, '', %(key)s FROM trusted
 """
 
 Processes = Mapping[str, Callable[[], list[int]]]  # process ids for separate CPU times, by name
@@ -202,6 +217,26 @@ def create_keys(database_url: str, count: int) -> list[str]:
                 (hash_of(secret), prefix_of(secret), payer.api_key_id),
             )
     return secrets
+
+
+def create_token(database_url: str) -> str:
+    """Create a tenant as `create_keys` does, which trusts an issuer, and return a token of it."""
+    signer = ECKey.generate_key("P-256", {"kid": "bench"})
+    now, audience = int(time.time()), "weir"
+    claims = {"iss": ISSUER, "aud": audience, "sub": "ada", "jti": "1", "iat": now}
+    header = {"alg": "ES256", "kid": "bench"}
+    [payer] = create_tenants(database_url, 1)
+    trust = {
+        "organization": payer.organization_id,
+        "key": payer.api_key_id,
+        "issuer": ISSUER,
+        "audience": audience,
+        "keys": json.dumps({"keys": [signer.as_dict(private=False)]}),
+    }
+    with psycopg.connect(psycopg_conninfo(database_url)) as connection:
+        connection.execute("UPDATE api_keys SET secret_hash = NULL WHERE id = %(key)s", trust)
+        connection.execute(TRUST, trust)
+    return jwt.encode(header, claims | {"exp": now + TOKEN_LIFETIME_S}, signer)
 
 
 @contextlib.contextmanager

@@ -458,7 +458,7 @@ BORDERS = (
     Border(
         ("joserfc",),
         inside=PRODUCT,
-        save_for=("api/access/issuer_keys.py", "api/access/issuers.py"),
+        save_for=("api/access/issuer_keys.py", "api/access/issuers.py", "bench/site.py"),
         why="tokens of issuers are verified in one place",
     ),
     Border(

@@ -56,20 +56,17 @@ def pins(freeze: str) -> list[str]:
 def resolve(pip_version: str, keep: bool) -> tuple[list[str], list[str]]:
     """Install the requirements; return the pins for run time and development, then for docs."""
     with tempfile.TemporaryDirectory(prefix="weir-lock-") as scratch:
-        create(Path(scratch))
-        install(Path(scratch), f"pip=={pip_version}")
-        install(Path(scratch), *(["-c", str(LOCK)] if keep else []), *RUN_TIME, *DEVELOPMENT)
-        development = pins(freeze(Path(scratch)))
-        chosen = Path(scratch) / "chosen.txt"
+        venv, chosen = Path(scratch), Path(scratch) / "chosen.txt"
+        create(venv)
+        # A bundled pip may be too old to report its progress.
+        install(venv, "part 1 of 3, pip", f"pip=={pip_version}", bar="off")
+        kept = ["-c", str(LOCK)] if keep else []
+        install(venv, "part 2 of 3, Weir and its tools", *kept, *RUN_TIME, *DEVELOPMENT)
+        development = pins(freeze(venv))
         chosen.write_text("\n".join(development))
-        install(
-            Path(scratch),
-            "-c",
-            str(chosen),
-            *(["-c", str(DOCS_LOCK)] if keep else []),
-            *DOCUMENTATION,
-        )
-        return development, [pin for pin in pins(freeze(Path(scratch))) if pin not in development]
+        kept = ["-c", str(DOCS_LOCK)] if keep else []
+        install(venv, "part 3 of 3, the documentation", "-c", str(chosen), *kept, *DOCUMENTATION)
+        return development, [pin for pin in pins(freeze(venv)) if pin not in development]
 
 
 def freeze(venv: Path) -> str:

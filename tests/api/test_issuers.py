@@ -111,6 +111,17 @@ def unsigned(double: IssuerDouble) -> str:
     return f"{encoded({'alg': 'none'})}.{encoded(double.claims())}."
 
 
+def with_signature(signature: bytes) -> Callable[[IssuerDouble], str]:
+    """Return a token with the right header and this signature."""
+    return lambda double: f"{double.token().rpartition('.')[0]}.{encoded(signature)}"
+
+
+def of_other_header(double: IssuerDouble) -> str:
+    """Return a token whose header was exchanged after it was signed."""
+    _, body, signature = double.token({"typ": "at+jwt"}).split(".")
+    return f"{double.token().partition('.')[0]}.{body}.{signature}"
+
+
 def signed_with_public_key(double: IssuerDouble) -> str:
     """Return a token whose shared secret is the issuer's public key, in PEM."""
     signed_part = (
@@ -151,6 +162,18 @@ def changed(header: dict[str, Any] | None = None, **claims: Any) -> Callable[[Is
 # Each token differs from an accepted one in one thing. The text is what its caller reads.
 FORGED: dict[str, tuple[Callable[[IssuerDouble], str], str]] = {
     "no signature": (unsigned, "`alg` must be one of"),
+    "no signature, in capitals": (
+        lambda d: f"{encoded({'alg': 'NONE', 'kid': d.signing.kid})}.{encoded(d.claims())}.",
+        "`alg` must be one of",
+    ),
+    "an empty signature": (with_signature(b""), "its signature"),
+    "a signature of zeros": (with_signature(bytes(64)), "its signature"),
+    "a signature in DER": (with_signature(b"\x30\x06\x02\x01\x01\x02\x01\x01"), "its signature"),
+    "the signature of another header": (of_other_header, "its signature"),
+    "a list of algorithms": (
+        lambda d: f"{encoded({'alg': ['ES256'], 'kid': 'first'})}.{encoded(d.claims())}.AA",
+        "`alg` must be one of",
+    ),
     "the public key as a secret": (signed_with_public_key, "`alg` must be one of"),
     "a key in the header": (with_own_key, "its signature"),
     "a stranger's key id": (lambda d: with_own_key(d, kid="stranger"), "no key with this `kid`"),

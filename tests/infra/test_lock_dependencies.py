@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 
 import pytest
 
+from infra import lock_dependencies
 from infra.install import DOCS_LOCK, LOCK, ROOT
 from infra.lock_dependencies import pins
 
@@ -44,6 +46,28 @@ def test_every_direct_dependency_is_in_the_lock() -> None:
     ]
 
     assert missing == [], "run `make lock KEEP=1`"
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_each_step_of_a_lock_installs_something(
+    monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    """The bundled pip, which may be old, installs the pinned one without reports of progress."""
+    steps: list[tuple[tuple[str, ...], str]] = []
+
+    def install(_: Path, part: str, *what: str, bar: str = "raw") -> None:
+        assert not part.startswith("-")
+        assert "==" not in part
+        steps.append((what, bar))
+
+    monkeypatch.setattr(lock_dependencies, "install", install)
+    monkeypatch.setattr(lock_dependencies, "create", lambda _: None)
+    monkeypatch.setattr(lock_dependencies, "freeze", lambda _: "joserfc==1.8.0\n")
+    assert lock_dependencies.resolve("26.3", keep) == (["joserfc==1.8.0"], [])
+
+    [pip, weir, docs] = steps
+    assert pip == (("pip==26.3",), "off")
+    assert ("-c" in weir[0], str(LOCK) in weir[0], str(DOCS_LOCK) in docs[0]) == (keep,) * 3
 
 
 def bare_name(requirement: str) -> str:
