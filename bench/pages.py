@@ -75,8 +75,10 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "AdminService/ListAuditEntries": {"of one organization": {"subject": "{organization}"}},
     "BillingService/ListEndUsers": {"with usage": {"withUsage": True}},
     "BillingService/GetUsage": {
-        grouping.lower(): {"groupBy": [f"USAGE_GROUPING_{grouping}"]}
-        | OF_GROUPING.get(grouping, {})
+        grouping.lower(): {
+            "groupBy": [f"USAGE_GROUPING_{grouping}"],
+            **OF_GROUPING.get(grouping, {}),
+        }
         for grouping in GROUPINGS
     },
 }
@@ -360,12 +362,12 @@ def request_type(name: str) -> Descriptor:
 def requests_of(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the requests of a call, each with the name of its case."""
     fields = [each.json_name for each in request_type(name).fields]
-    plain = {each: FIELDS[each] for each in fields if each in FIELDS} | OF_CALL.get(name, {})
+    plain = {**{each: FIELDS[each] for each in fields if each in FIELDS}, **OF_CALL.get(name, {})}
     variants = VARIANTS.get(name, {})
     if name != "BillingService/GetUsage":
         yield name, plain
     for variant, more in variants.items():
-        yield f"{name}, {variant}", plain | more
+        yield f"{name}, {variant}", {**plain, **more}
 
 
 def about(request: Mapping[str, Any], customer: Customer) -> dict[str, Any]:

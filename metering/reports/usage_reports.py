@@ -39,7 +39,7 @@ from metering.core.models import (
 )
 from metering.core.pages import page_token, page_values, row_id, utc_time
 from metering.core.retained import check_details, request_not_found
-from metering.invoicing.months import CANCELLED, FAILED, LIMITED
+from metering.invoicing.months import BY_HASH, CANCELLED, FAILED, LIMITED
 from metering.ledger.ledger import MonthState, TransactionKind, month_bounds
 from metering.pricing.prices import COUNTS_OF_EVENT, checked_model
 from metering.reports.forecast import WINDOW_DAYS
@@ -78,9 +78,6 @@ ROW_SUMS = ",\n           ".join(
     ]
 )
 
-# Without statistics of days the planner assumes one group per timestamp, and would sort all events
-# on disk.
-BY_HASH = text("SET LOCAL enable_sort = off")
 # A row has some 300 bytes, so a page is far smaller than the maximum message.
 PAGE_SIZE, PAGE_SIZE_MAX = 1_000, 10_000
 NOT_GIVEN = NOBODY
@@ -258,7 +255,11 @@ def usage_of(of: UsageFilter, by: Sequence[Grouping]) -> str:
 
 
 def group_statement(
-    of: UsageFilter, groups: Groups, token: str, parameters: dict[str, Any], *, with_total: bool
+    of: UsageFilter,
+    groups: Groups,
+    token: str,
+    parameters: dict[str, Any],
+    with_total: bool = False,
 ) -> str:
     """Build the statement of one page: sums by group, then the names of the group's objects.
 
@@ -616,8 +617,8 @@ async def usage_page(
         await session.execute(BY_HASH)
     rows = list(await session.execute(text(statement), parameters))
     if with_total and total is None:
-        of_none = {"organization_id": None, "organization_name": None, "currency_code": None}
-        total = replace(usage_row(rows.pop(0)), **of_none)
+        found = usage_row(rows.pop(0))
+        total = replace(found, organization_id=None, organization_name=None, currency_code=None)
     more = len(rows) > size
     next_token = page_token(*(getattr(rows[size - 1], key) for key in keys)) if more else ""
     return UsagePage(tuple(usage_row(row) for row in rows[:size]), next_token, total)

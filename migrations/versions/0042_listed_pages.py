@@ -1,7 +1,7 @@
 """Indexes in the order of lists, so that a page reads its own rows only.
 
-Keys are listed by time over all projects; credit grants by their last month and adjustments by time,
-of one organization. The last two replace indexes on the organization alone.
+Keys are listed by time over all projects; credit grants of one organization by their last month,
+and adjustments by time. The last two replace indexes on the organization alone.
 """
 
 from __future__ import annotations

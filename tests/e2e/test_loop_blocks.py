@@ -243,7 +243,7 @@ async def test_no_list_of_10_000_rows_blocks_the_loop(house: House) -> None:
         fields = method.input_type.fields_by_name.keys()
         request = {"organization": large.name, "month": large.values["month"]}
         for page_size in {0, PAGE_SIZE_MAX} if "page_size" in fields else {0}:
-            sent = {key: value for key, value in request.items() if key in fields}
+            sent: dict[str, Any] = {key: value for key, value in request.items() if key in fields}
             if page_size:
                 sent["page_size"] = page_size
             message = GetMessageClass(method.input_type)(**sent).SerializeToString()
