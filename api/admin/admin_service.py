@@ -81,7 +81,8 @@ from metering.alerts.alerts import find_alert
 from metering.control import fleet_versions
 from metering.core import audit
 from metering.core.models import AuditEntry
-from metering.core.pages import PAGE_SIZE_MAX
+from metering.core.pages import PAGE_SIZE_MAX, page_values, row_id
+from metering.core.pages import page_token as token_of
 from metering.invoicing.invoice_document import Issuer
 from metering.quotas.quota_preview import Slices
 from metering.quotas.quota_states import subject_names
@@ -152,24 +153,32 @@ class WebhookCalls(AuthenticatedServicer):
 async def audit_entries(
     session: AsyncSession,
     *,
+    page_size: int,
+    page_token: str,
+    before_entry_id: int,
     subject: str,
     actor: str,
     start_time: datetime | None = None,
     end_time: datetime | None = None,
     **filters: Any,
-) -> Sequence[tuple[AuditEntry, Mapping[str, str]]]:
-    """List entries of the audit log about a subject, each with the display names of ids in it."""
+) -> tuple[Sequence[tuple[AuditEntry, Mapping[str, str]]], str]:
+    """List a page of the audit log about a subject, with the display names of ids in entries."""
+    last = [before_entry_id] if before_entry_id else []
+    last += page_values(page_token, row_id) if page_token else []
     ids = await subject_ids(session, subject) if subject else None
     person_id = await person_id_of(session, actor) if actor else None
     entries = await audit.list_audit_entries(
         session,
+        page_size=page_size + 1,
+        before_entry_id=min(last, default=0),
         subject_ids=ids,
         actor=person_id or actor,
         start_at=start_time,
         end_at=end_time,
         **filters,
     )
-    return await with_names(session, entries)
+    named = await with_names(session, entries[:page_size])
+    return named, token_of(named[-1][0].id) if len(entries) > page_size else ""
 
 
 async def with_names(

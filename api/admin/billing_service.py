@@ -99,7 +99,6 @@ from metering.reports.usage_reports import (
     parse_day,
     period_of,
     usage_page,
-    usage_total,
 )
 from metering.store.border import Actor, acting
 from metering.store.db import Sessions, database_now, patience
@@ -507,15 +506,20 @@ class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
         async with self._reading(principal) as session:
             of, currency = await usage_filter(session, principal, request)
             page = await usage_page(
-                session, of, groups, page_size=request.page_size, token=request.page_token
+                session,
+                of,
+                groups,
+                page_size=request.page_size,
+                token=request.page_token,
+                with_total=of.organization_id is not None and not request.page_token,
             )
             response = usage_pb.GetUsageResponse(
                 rows=[usage_row(row, currency) for row in page.rows],
                 next_page_token=page.next_token,
                 time_zone=TIME_ZONE,
             )
-            if of.organization_id is not None and not request.page_token:
-                response.total.CopyFrom(usage_row(await usage_total(session, of), currency))
+            if page.total is not None:
+                response.total.CopyFrom(usage_row(page.total, currency))
         return response
 
     # The stubs allow only generators; gRPC also accepts a coroutine that writes.

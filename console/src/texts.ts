@@ -61,6 +61,7 @@ const en = {
   previous: "Previous",
   next: "Next",
   pagesOf: (caption: string) => `Pages of: ${caption}`,
+  findOrganization: "Find an organization",
   rowsOf: (first: string, last: string, all: string) => `${first} to ${last} of ${all}`,
   secretTitle: "Copy the secret now",
   secretOnce: "You see it once. Weir stores only a hash of it and cannot show it again.",
@@ -496,6 +497,8 @@ const en = {
     none: "No limits are set.",
     ofAKey: "Limits of a key",
     all: "all limits of the organization",
+    newestKeys: (shown: string) =>
+      `The newest ${shown} keys are listed. Open the limits of others from the page Keys.`,
     limitsOf: (name: string) => `Limits of ${name}`,
     weight: (name: string, weight: string) =>
       `Weight of ${name} in the fair queue: ${weight}. Change it with weir org weight ${name} ` +
@@ -750,7 +753,7 @@ const en = {
     valid: "valid keys",
     ended: "expired and revoked keys",
     all: "all keys",
-    search: "Find by name, prefix or project",
+    search: "Name or prefix begins with",
     caption: "API keys",
     noMatch: "No matching key.",
     none: "There is no key yet.",
@@ -817,6 +820,7 @@ const en = {
     isRevoked: (prefix: string) => `${prefix} is revoked.`,
   },
   tenants: {
+    search: "Name begins with",
     create: "Create an organization",
     createAct: "Create",
     name: "Name",

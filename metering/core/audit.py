@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from datetime import date, datetime
 from typing import Any
 
-from sqlalchemy import Row, insert, or_, select, text
+from sqlalchemy import CompoundSelect, Row, insert, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue
@@ -116,7 +116,7 @@ async def list_audit_entries(
     *,
     page_size: int = 100,
     before_entry_id: int = 0,
-    subject_ids: Collection[str] | None = None,
+    subject_ids: Collection[str] | CompoundSelect[str] | None = None,
     actor: str | uuid.UUID = "",
     action_prefix: str = "",
     start_at: datetime | None = None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import uuid
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -21,6 +22,9 @@ from metering.core.errors import InvalidValue
 ROW_ID_MAX = 2**63 - 1
 PAGE_SIZE_MAX = 1000  # rows; a page must fit a message
 PAGE_SIZE = 100  # rows, of lists that are always read in pages
+# No row has these ids: a range from the first to the last one has all rows, and a page after the
+# first one is the first page, without another condition than that of an index.
+FIRST_ID, LAST_ID = uuid.UUID(int=0), uuid.UUID(int=2**128 - 1)
 
 
 class SortKey(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -23,7 +24,7 @@ from metering.core.audit import record_change
 from metering.core.errors import ApprovalRefused, InvalidValue, NotFound
 from metering.core.models import insertion, record_of
 from metering.core.money import exact_text, minor_unit, round_to_minor_unit
-from metering.core.pages import PAGE_SIZE, check_page_size, page_values, utc_time
+from metering.core.pages import LAST_ID, PAGE_SIZE, check_page_size, page_values, utc_time
 from metering.core.pages import page_token as token_of
 from metering.invoicing.invoices import Series, credited_picos, draw_number, find_invoice_row
 from metering.ledger.ledger import (
@@ -87,8 +88,7 @@ LISTED = text(f"""
 {ADJUSTMENT_ROWS}
 WHERE a.organization_id = :organization_id
   AND (NOT :undecided_only OR d.adjustment_id IS NULL)
-  AND (CAST(:last_id AS uuid) IS NULL
-       OR (a.created_at, a.id) < (CAST(:created_at AS timestamptz), :last_id))
+  AND (a.created_at, a.id) < (CAST(:before AS timestamptz), :before_id)
 ORDER BY a.created_at DESC, a.id DESC
 LIMIT :row_count
 """)
@@ -286,12 +286,14 @@ async def list_adjustments(
     Returns the token of the next page too. Raises: InvalidValue.
     """
     check_page_size(page_size)
-    last = page_values(page_token, utc_time, uuid.UUID) if page_token else (None, None)
+    before: Sequence[object] = "infinity", LAST_ID
+    if page_token:
+        before = page_values(page_token, utc_time, uuid.UUID)
     filters = {
         "organization_id": organization_id,
         "undecided_only": undecided_only,
         "row_count": page_size + 1,
-        **dict(zip(("created_at", "last_id"), last, strict=True)),
+        **dict(zip(("before", "before_id"), before, strict=True)),
     }
     rows = (await session.execute(LISTED, filters)).all()
     shown = [_record(row) for row in rows[:page_size]]

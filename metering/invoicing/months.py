@@ -200,6 +200,9 @@ BOTH_HAVE = ", ".join(
     f"('{kind}', {_qualified('first', count)} > 0 AND {_qualified('second', count)} > 0)"
     for kind, (count, _) in COUNTS_OF_EVENT.items()
 )
+# Without statistics of days the planner assumes one group per timestamp, and would sort all events
+# on disk.
+BY_HASH = text("SET LOCAL enable_sort = off")
 # One statement, and so one snapshot, since rating may continue meanwhile. Tokens and amounts come
 # from the ledger; the number of requests and their outcomes come from the events that refer to its
 # transactions, or from the sums that replaced the events of an old month. Events are read once,
@@ -385,6 +388,7 @@ async def _usage(
         "with_unrated": with_unrated,
     } | {name: list(outcomes) for name, outcomes in OUTCOME_GROUPS.items()}
 
+    await session.execute(BY_HASH)
     rows = (await session.execute(MONTH, parameters)).all()
     lines = []
     for row in rows:

@@ -23,7 +23,7 @@ from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, MonthClosed, NotFound
 from metering.core.models import Base, QuotaSubject, ServiceTier, TokenKind, insertion, record_of
 from metering.core.money import checked_currency
-from metering.core.pages import PAGE_SIZE, check_page_size, page_values
+from metering.core.pages import FIRST_ID, LAST_ID, PAGE_SIZE, check_page_size, page_values
 from metering.core.pages import page_token as token_of
 from metering.ledger.ledger import MonthState, current_month, month_of, share_posting_locks
 from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Selector, TieredPrice
@@ -58,11 +58,8 @@ SELECT a.*
 FROM (
     SELECT DISTINCT ON (organization_id, first_month) *
     FROM plan_assignments
-    WHERE (CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id)
-      AND (
-        CAST(:last_organization AS uuid) IS NULL
-        OR (organization_id, first_month) > (:last_organization, CAST(:last_month AS date))
-      )
+    WHERE organization_id BETWEEN :first_organization AND :last_organization
+      AND (organization_id, first_month) > (:after_organization, CAST(:after_month AS date))
     ORDER BY organization_id, first_month, id DESC
 ) a
 LEFT JOIN plan_versions p ON p.id = a.plan_version_id
@@ -282,13 +279,15 @@ async def list_assignments(
     """
     check_page_size(page_size)
     owner_id = (await find_organization(session, organization)).id if organization else None
-    readers = uuid.UUID, date.fromisoformat
-    last = page_values(page_token, *readers) if page_token else (None, None)
+    after: Sequence[object] = FIRST_ID, "-infinity"
+    if page_token:
+        after = page_values(page_token, uuid.UUID, date.fromisoformat)
     requested = {
-        "organization_id": owner_id,
+        "first_organization": owner_id or FIRST_ID,
+        "last_organization": owner_id or LAST_ID,
         "name": name,
         "row_count": page_size + 1,
-        **dict(zip(("last_organization", "last_month"), last, strict=True)),
+        **dict(zip(("after_organization", "after_month"), after, strict=True)),
     }
     rows = (await session.execute(ASSIGNED_PAGE, requested)).all()
     ids = list({each.plan_version_id for each in rows if each.plan_version_id})

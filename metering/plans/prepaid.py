@@ -47,7 +47,7 @@ from metering.core.models import (
     record_of,
 )
 from metering.core.money import to_decimal
-from metering.core.pages import PAGE_SIZE, check_page_size, page_values
+from metering.core.pages import FIRST_ID, LAST_ID, PAGE_SIZE, check_page_size, page_values
 from metering.core.pages import page_token as token_of
 from metering.ledger.ledger import (
     AccountKind,
@@ -107,12 +107,9 @@ GRANTS = text(f"""
 ORDER BY g.organization_id, g.last_month, g.id
 """)
 GRANTS_PAGE = text(f"""
-{GRANTS_WHERE} (CAST(:organization_id AS uuid) IS NULL OR g.organization_id = :organization_id)
-  AND (
-    CAST(:last_id AS uuid) IS NULL
-    OR (g.organization_id, g.last_month, g.id)
-       > (CAST(:last_organization AS uuid), CAST(:last_month AS date), :last_id)
-  )
+{GRANTS_WHERE} g.organization_id BETWEEN :first_organization AND :last_organization
+  AND (g.organization_id, g.last_month, g.id)
+      > (:after_organization, CAST(:after_month AS date), :after_id)
 ORDER BY g.organization_id, g.last_month, g.id
 LIMIT :row_count
 """)
@@ -244,12 +241,14 @@ async def list_grants(
     """
     check_page_size(page_size)
     owner_id = (await find_organization(session, organization)).id if organization else None
-    readers = uuid.UUID, date.fromisoformat, uuid.UUID
-    last = page_values(page_token, *readers) if page_token else (None, None, None)
+    after: Sequence[object] = FIRST_ID, "-infinity", FIRST_ID
+    if page_token:
+        after = page_values(page_token, uuid.UUID, date.fromisoformat, uuid.UUID)
     requested = {
-        "organization_id": owner_id,
+        "first_organization": owner_id or FIRST_ID,
+        "last_organization": owner_id or LAST_ID,
         "row_count": page_size + 1,
-        **dict(zip(("last_organization", "last_month", "last_id"), last, strict=True)),
+        **dict(zip(("after_organization", "after_month", "after_id"), after, strict=True)),
     }
     found = [Grant(*row) for row in await session.execute(GRANTS_PAGE, requested)]
     shown = found[:page_size]

@@ -39,7 +39,7 @@ from metering.core.models import (
 )
 from metering.core.pages import page_token, page_values, row_id, utc_time
 from metering.core.retained import check_details, request_not_found
-from metering.invoicing.months import CANCELLED, FAILED, LIMITED
+from metering.invoicing.months import BY_HASH, CANCELLED, FAILED, LIMITED
 from metering.ledger.ledger import MonthState, TransactionKind, month_bounds
 from metering.pricing.prices import COUNTS_OF_EVENT, checked_model
 from metering.reports.forecast import WINDOW_DAYS
@@ -78,9 +78,6 @@ ROW_SUMS = ",\n           ".join(
     ]
 )
 
-# Without statistics of days the planner assumes one group per timestamp, and would sort all events
-# on disk.
-BY_HASH = text("SET LOCAL enable_sort = off")
 # A row has some 300 bytes, so a page is far smaller than the maximum message.
 PAGE_SIZE, PAGE_SIZE_MAX = 1_000, 10_000
 NOT_GIVEN = NOBODY
@@ -176,13 +173,13 @@ GROUPS: Mapping[Grouping, GroupColumns] = {
         "u.project_id",
         uuid.UUID,
         "p.name AS project_name",
-        "JOIN projects p ON p.id = used.project",
+        "LEFT JOIN projects p ON p.id = used.project",
     ),
     Grouping.API_KEY: GroupColumns(
         "u.api_key_id",
         uuid.UUID,
         "k.name AS api_key_name, k.prefix AS api_key_prefix",
-        "JOIN api_keys k ON k.id = used.api_key",
+        "LEFT JOIN api_keys k ON k.id = used.api_key",
     ),
     Grouping.MODEL: GroupColumns("u.model", checked_model),
     Grouping.END_USER: GroupColumns(
@@ -257,8 +254,17 @@ def usage_of(of: UsageFilter, by: Sequence[Grouping]) -> str:
     return "usage_sums" if details_of(of, by) is None else f"({DETAILS})"
 
 
-def group_statement(of: UsageFilter, groups: Groups, token: str, parameters: dict[str, Any]) -> str:
-    """Build the statement of one page: sums by group, then the names of the group's objects."""
+def group_statement(
+    of: UsageFilter,
+    groups: Groups,
+    token: str,
+    parameters: dict[str, Any],
+    with_total: bool = False,
+) -> str:
+    """Build the statement of one page: sums by group, then the names of the group's objects.
+
+    `with_total` adds a first row with the sum of all groups, which has no group.
+    """
     by = groups.by
     after = after_largest = ""
     if token:
@@ -282,6 +288,8 @@ def group_statement(of: UsageFilter, groups: Groups, token: str, parameters: dic
     listed = ", ".join(by)
     order = f"cost DESC, {listed}" if groups.largest_first else listed
     owner = "used.organization" if Grouping.ORGANIZATION in by else "CAST(:organization_id AS uuid)"
+    sets = f"GROUPING SETS (({listed}), ())" if with_total else listed
+    order = f"is_total DESC, {order}"
     return f"""
 WITH parts AS (
     SELECT {keys}, {PARTS}
@@ -289,17 +297,17 @@ WITH parts AS (
     WHERE {where(of, parameters)} {after}
     GROUP BY {listed}, {PART_KEYS}
 ), used AS (
-    SELECT {listed}, sum(cost) AS cost,
+    SELECT {listed}, sum(cost) AS cost, GROUPING({listed}) > 0 AS is_total,
            {ROW_SUMS}
     FROM parts
-    GROUP BY {listed}
+    GROUP BY {sets}
     {after_largest}
     ORDER BY {order}
     LIMIT :limit
 )
 SELECT used.*, o.id AS organization_id, o.name AS organization_name, o.currency_code{names}
 FROM used
-JOIN organizations o ON o.id = {owner}
+LEFT JOIN organizations o ON o.id = {owner}
 {joins}
 ORDER BY {order}"""
 
@@ -565,10 +573,14 @@ class UsageRow:
 
 @dataclass(frozen=True, slots=True)
 class UsagePage:
-    """A page of rows, in the order of their groups. `next_token` is empty on the last page."""
+    """A page of rows, in the order of their groups. `next_token` is empty on the last page.
+
+    `total` is the sum of all pages, if it was requested.
+    """
 
     rows: tuple[UsageRow, ...]
     next_token: str
+    total: UsageRow | None = None
 
 
 async def usage_page(
@@ -578,11 +590,13 @@ async def usage_page(
     *,
     page_size: int = 0,
     token: str = "",
+    with_total: bool = False,
 ) -> UsagePage:
     """Report a page of usage by `groups`.
 
     Grouping.REQUEST must be the only grouping and gives single requests by time. Rows of
-    an open month may change between pages. Raises: InvalidValue for an invalid month, grouping,
+    an open month may change between pages. The first page may have the total of one organization:
+    sums by group read the usage once for both. Raises: InvalidValue for an invalid month, grouping,
     size or token.
     """
     if not 0 <= page_size <= PAGE_SIZE_MAX:
@@ -590,19 +604,24 @@ async def usage_page(
             "page_size", f"must be between 1 and {PAGE_SIZE_MAX}, or 0 for {PAGE_SIZE}"
         )
     size = page_size or PAGE_SIZE
-    parameters = await parameters_of(session, of, groups.by) | {"limit": size + 1}
+    parameters = await parameters_of(session, of, groups.by) | {"limit": size + 1 + with_total}
     groups = checked_groups(groups, of)
+    total = None
     if Grouping.REQUEST in groups.by:
         keys: tuple[str, ...] = ("settled_at", "id")
         statement = request_statement(of, groups, token, parameters)
+        total = await usage_total(session, of) if with_total else None
     else:
         keys = (*(["cost"] if groups.largest_first else []), *groups.by)
-        statement = group_statement(of, groups, token, parameters)
+        statement = group_statement(of, groups, token, parameters, with_total=with_total)
         await session.execute(BY_HASH)
-    rows = (await session.execute(text(statement), parameters)).all()
+    rows = list(await session.execute(text(statement), parameters))
+    if with_total and total is None:
+        found = usage_row(rows.pop(0))
+        total = replace(found, organization_id=None, organization_name=None, currency_code=None)
     more = len(rows) > size
     next_token = page_token(*(getattr(rows[size - 1], key) for key in keys)) if more else ""
-    return UsagePage(tuple(usage_row(row) for row in rows[:size]), next_token)
+    return UsagePage(tuple(usage_row(row) for row in rows[:size]), next_token, total)
 
 
 async def usage_total(session: AsyncSession, of: UsageFilter) -> UsageRow:
@@ -744,7 +763,7 @@ def usage_row(row: Row[Any]) -> UsageRow:
         end_user_id=None if end_user_id == NOT_GIVEN else end_user_id,
         end_user=values.get("end_user_name"),
         label_value=label[1:] if label else None,
-        day=utc_date(values["day"]) if "day" in values else None,
+        day=utc_date(values["day"]) if values.get("day") is not None else None,
         project_id=values.get("project"),
         api_key_id=values.get("api_key"),
         token_counts={kind: int(values[f"{kind}_tokens"]) for kind in COUNTS_OF_EVENT},

@@ -16,7 +16,23 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, case, delete, func, not_, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    CompoundSelect,
+    Select,
+    Text,
+    and_,
+    case,
+    cast,
+    delete,
+    func,
+    literal,
+    not_,
+    or_,
+    select,
+    union,
+    update,
+)
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -533,8 +549,11 @@ def _key_record(
     )
 
 
-async def subject_ids(session: AsyncSession, ref: str) -> list[str]:
-    """Find the ids of an organization, project or key and all below it; include `ref` itself."""
+async def subject_ids(session: AsyncSession, ref: str) -> CompoundSelect[str]:
+    """Select the ids of an organization, project or key and all below it, and `ref` itself.
+
+    They stay in the database: an organization may have very many keys.
+    """
     ids: set[uuid.UUID] = set()
     finders: tuple[
         Callable[[AsyncSession, str], Awaitable[Organization | Project | KeyRecord]], ...
@@ -543,9 +562,9 @@ async def subject_ids(session: AsyncSession, ref: str) -> list[str]:
     for find in finders:
         with contextlib.suppress(NotFound):
             ids.add((await find(session, ref)).id)
-    projects = await session.scalars(
-        select(Project.id).where(or_(Project.organization_id.in_(ids), Project.id.in_(ids)))
+    of_ids = or_(Project.organization_id.in_(ids), Project.id.in_(ids))
+    return union(
+        *(select(literal(each)) for each in (ref, *map(str, ids))),
+        select(cast(Project.id, Text)).where(of_ids),
+        select(cast(ApiKey.id, Text)).join(Project).where(of_ids),
     )
-    ids |= set(projects)
-    ids |= set(await session.scalars(select(ApiKey.id).where(ApiKey.project_id.in_(ids))))
-    return sorted({ref, *map(str, ids)})

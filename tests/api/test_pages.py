@@ -30,7 +30,6 @@ SERVICES = (
 )
 # Lists without pages, with the reason why their answers stay small.
 BOUNDED = {
-    "ListAuditEntries": "pages end at an entry: `page_size` and `before_entry_id`",
     "ListFleetVersions": "pages end at a version: `page_size` and `before_number`, no documents",
     "ListLiveRequests": "at most `page_size`, the oldest, with the number of all",
     "ListModels": "the models in the configuration of the server",

@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 from sqlalchemy import text
 
 import api.serving as api_main
@@ -27,7 +28,10 @@ from api.core.endpoint import read_endpoint
 from api.core.interceptor import LARGE_MESSAGES, MESSAGE_BYTES_MAX
 from api.openai.tokens import DECODED_COUNT_MAX
 from bench.costly_bodies import messages_of
+from bench.pages import fill
+from metering.core.pages import PAGE_SIZE_MAX
 from tests.api.test_growth import BYTES_MAX, ENTRIES, HTTP, METHODS, near
+from tests.api.test_pages import lacks, lists
 from tests.growth import BLOCK_MAX_S, HOLD_MAX_S, LoopWatch
 from tests.service import CONTEXT_WINDOW_TOKENS, MODEL, Service, until
 
@@ -47,6 +51,7 @@ REPEATS = 3
 USER, GROUP = (f"urn:ietf:params:scim:schemas:core:2.0:{each}" for each in ("User", "Group"))
 PATCH = "urn:ietf:params:scim:api:messages:2.0:PatchOp"
 MEMBERS = 10_000
+LIST_ROW_COUNT = 10_000
 
 
 class House:
@@ -298,6 +303,34 @@ async def test_no_provisioning_blocks_the_loop(house: House) -> None:
         assert answer[0] < 500, (name, answer)
 
     assert house.faults == []
+
+
+async def test_no_list_of_10_000_rows_blocks_the_loop(house: House) -> None:
+    """Lists are read and converted in chunks, whatever the client requests."""
+    tenant = await house.service.tenant()
+    _, secret = await house.service.new_key(tenant, "inference", "admin", "billing")
+    url = house.service.settings.database.url
+    large = await asyncio.to_thread(fill, url, "large", LIST_ROW_COUNT, 100)
+    refused = []
+    for method in lists():
+        fields = method.input_type.fields_by_name.keys()
+        request = {"organization": large.name, "month": large.values["month"]}
+        for page_size in {0, PAGE_SIZE_MAX} if "page_size" in fields else {0}:
+            sent: dict[str, Any] = {key: value for key, value in request.items() if key in fields}
+            if page_size:
+                sent["page_size"] = page_size
+            message = GetMessageClass(method.input_type)(**sent).SerializeToString()
+            path = f"/{method.containing_service.full_name}/{method.name}"
+            name = f"{method.name}, page size {page_size}"
+            answer = await house.ask(name, call, house.service.address, path, secret, message)
+            if page_size or lacks(method):
+                assert answer == "OK", (name, answer)
+            elif answer != "OK":
+                assert "page_size: is required, because" in str(answer), (name, answer)
+                refused.append(method.name)
+
+    assert house.faults == []
+    assert {"ListApiKeys", "ListQuotas"} <= set(refused)
 
 
 async def test_no_header_blocks_the_loop_or_ends_in_an_error_of_ours(house: House) -> None:

@@ -1,11 +1,14 @@
 // API keys of an organization: create, restrict, rotate and revoke.
 
-import { useState } from "react";
-import type { ApiKeyJson, UpdateApiKeyRequestJson } from "../gen/weir/v1/admin_service_pb.js";
+import type {
+  ApiKeyJson,
+  ApiKeyStateJson,
+  UpdateApiKeyRequestJson,
+} from "../gen/weir/v1/admin_service_pb.js";
 import { count } from "../format.js";
 import { Action, digits, listed, timeOf } from "../parts/actions.js";
 import type { Asked, Values } from "../parts/actions.js";
-import { Badge, Choice, Command, Field, Name, Note, Time } from "../parts/basics.js";
+import { Badge, Choice, Command, Name, Note, Pages, Search, Time } from "../parts/basics.js";
 import { OrganizationChoice, organizationOf } from "../parts/choices.js";
 import type { Chosen } from "../parts/choices.js";
 import { Table, column } from "../parts/table.js";
@@ -17,55 +20,64 @@ import type { Page, View } from "../view.js";
 const LIST = "AdminService/ListApiKeys";
 const DAY_S = 86_400;
 const HOUR_S = 3600;
+const PAGE_SIZE = 100;
+const STATES: Record<string, ApiKeyStateJson> = {
+  "": "API_KEY_STATE_VALID",
+  ended: "API_KEY_STATE_ENDED",
+  all: "API_KEY_STATE_UNSPECIFIED",
+};
 const t = text.keys;
 
 export const keys: Page = { id: "keys", title: text.pages.keys, calls: [LIST], Show: Keys };
 
 function Keys() {
   const view = useView();
+  const state = view.asked("state");
   const found = useLoaded(async (caller) => {
     const chosen = await organizationOf(caller, view);
     const { projects = [] } = view.may("AdminService/ListProjects")
       ? await caller("AdminService/ListProjects", { organization: chosen.ref })
       : {};
-    const { apiKeys = [] } = await caller(LIST, { organization: chosen.ref });
-    return { chosen, projects: projects.map((each) => each.name ?? ""), all: apiKeys };
+    const listed = await caller(LIST, {
+      organization: chosen.ref,
+      search: view.asked("search"),
+      state: STATES[state] ?? STATES[""],
+      pageSize: PAGE_SIZE,
+      pageToken: view.asked("page"),
+    });
+    return { chosen, projects: projects.map((each) => each.name ?? ""), ...listed };
   });
-  const [search, setSearch] = useState("");
-  const state = view.asked("state");
   return (
     <Show of={found}>
-      {({ chosen, projects, all }) => {
-        const shown = all.filter((each) => isShown(each, state) && matches(each, search));
-        return (
-          <>
-            <div className="controls">
-              <OrganizationChoice of={chosen} />
-              <Choice
-                name={text.state}
-                options={[
-                  ["", t.valid],
-                  ["ended", t.ended],
-                  ["all", t.all],
-                ]}
-                value={state}
-                onChange={(next) => view.go({ state: next })}
-              />
-              <Field label={t.search} value={search} onChange={setSearch} />
-              <Create chosen={chosen} projects={projects} reload={found.reload} />
-            </div>
-            <Table
-              caption={t.caption}
-              columns={columns(view, found.reload)}
-              rows={shown}
-              empty={all.length > 0 ? t.noMatch : t.none}
-              keyOf={(each) => each.apiKeyId}
+      {({ chosen, projects, apiKeys, nextPageToken }) => (
+        <>
+          <div className="controls">
+            <OrganizationChoice of={chosen} />
+            <Choice
+              name={text.state}
+              options={[
+                ["", t.valid],
+                ["ended", t.ended],
+                ["all", t.all],
+              ]}
+              value={state}
+              onChange={(next) => view.go({ state: next, page: "" })}
             />
-            <Note>{t.note}</Note>
-            <Command>{`weir key list --org ${chosen.name || "ORG"}`}</Command>
-          </>
-        );
-      }}
+            <Create chosen={chosen} projects={projects} reload={found.reload} />
+          </div>
+          <Search terms={[{ name: "search", label: t.search }]} />
+          <Table
+            caption={t.caption}
+            columns={columns(view, found.reload)}
+            rows={apiKeys}
+            empty={view.asked("search") || state ? t.noMatch : t.none}
+            keyOf={(each) => each.apiKeyId}
+          />
+          <Pages next={nextPageToken} />
+          <Note>{t.note}</Note>
+          <Command>{`weir key list --org ${chosen.name || "ORG"}`}</Command>
+        </>
+      )}
     </Show>
   );
 }
@@ -75,15 +87,6 @@ function isEnded(key: ApiKeyJson): boolean {
     Boolean(key.revokeTime) ||
     (key.expireTime !== undefined && Date.parse(key.expireTime) <= Date.now())
   );
-}
-
-function isShown(key: ApiKeyJson, state: string): boolean {
-  return state === "all" || isEnded(key) === (state === "ended");
-}
-
-function matches(key: ApiKeyJson, search: string): boolean {
-  const all = [key.name, key.prefix, key.projectName, key.role, key.group].join(" ").toLowerCase();
-  return all.includes(search.trim().toLowerCase());
 }
 
 function columns(view: View, reload: () => void): Column<ApiKeyJson>[] {

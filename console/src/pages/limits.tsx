@@ -20,6 +20,7 @@ import { Show, useLoaded, useView } from "../view.js";
 import type { Page, View } from "../view.js";
 
 const LIST = "AdminService/ListQuotas";
+const KEYS_MAX = 100; // to choose from; the page Keys leads to the others
 const OWN = "InferenceService/GetQuota";
 const EVERY_MS = 5000;
 const COUNTED = ["REQUESTS", "TOKENS", "INPUT_TOKENS", "OUTPUT_TOKENS", "COST_PICOS"];
@@ -71,9 +72,13 @@ function All() {
   const chosen = useLoaded(async (caller) => {
     const organization = await organizationOf(caller, view);
     const { apiKeys = [] } = view.may("AdminService/ListApiKeys")
-      ? await caller("AdminService/ListApiKeys", { organization: organization.ref })
+      ? await caller("AdminService/ListApiKeys", {
+          organization: organization.ref,
+          state: "API_KEY_STATE_VALID",
+          pageSize: KEYS_MAX,
+        })
       : {};
-    return { organization, keys: apiKeys.filter((each) => !each.revokeTime) };
+    return { organization, keys: apiKeys };
   });
   return (
     <Show of={chosen}>
@@ -84,7 +89,7 @@ function All() {
 
 function OfOrganization({ chosen, keys }: { chosen: Chosen; keys: ApiKeyJson[] }) {
   const view = useView();
-  const key = keys.find((each) => each.prefix === view.asked("key"))?.prefix ?? "";
+  const key = view.asked("key");
   const found = useLoaded(
     (caller) => caller(LIST, key ? { apiKey: key } : { organization: chosen.ref }),
     [chosen.ref, key],
@@ -101,7 +106,13 @@ function OfOrganization({ chosen, keys }: { chosen: Chosen; keys: ApiKeyJson[] }
         <OrganizationChoice of={chosen} />
         <Choice
           name={t.ofAKey}
-          options={[["", t.all], ...options]}
+          options={[
+            ["", t.all],
+            ...options,
+            ...(key && keys.every((each) => each.prefix !== key)
+              ? [[key, key] as [string, string]]
+              : []),
+          ]}
           value={key}
           onChange={(next) => view.go({ key: next })}
         />
@@ -122,6 +133,7 @@ function OfOrganization({ chosen, keys }: { chosen: Chosen; keys: ApiKeyJson[] }
             />
             {weight && <Note>{t.weight(chosen.name, String(Number(weight) / 1000))}</Note>}
             <AsOf />
+            {keys.length === KEYS_MAX && <Note>{t.newestKeys(count(KEYS_MAX))}</Note>}
             <Command
               what={t.setCommand}
             >{`weir quota set tokens-per-month 1000000 --org ${chosen.name}`}</Command>

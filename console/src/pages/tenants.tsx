@@ -13,13 +13,14 @@ import type {
 import { count, money } from "../format.js";
 import { Action } from "../parts/actions.js";
 import type { Asked } from "../parts/actions.js";
-import { Badge, Command, Name, Note, Time } from "../parts/basics.js";
+import { Badge, Command, Name, Note, Pages, Search, Time } from "../parts/basics.js";
 import { Table, column } from "../parts/table.js";
 import { text } from "../texts.js";
-import { Show, addressOf, useLoaded, useView } from "../view.js";
+import { Show, addressOf, tried, useLoaded, useView } from "../view.js";
 import type { Caller, Page } from "../view.js";
 
 const LIST = "AdminService/ListOrganizations";
+const PAGE_SIZE = 100;
 const t = text.tenants;
 
 export const tenants: Page = {
@@ -31,17 +32,19 @@ export const tenants: Page = {
 
 function Tenants() {
   const view = useView();
-  const found = useLoaded((caller) => caller(LIST));
+  const found = useLoaded(async (caller) => {
+    const asked = view.asked("org") || view.session.organizationId;
+    const chosen = await tried(caller(LIST, { organization: asked }));
+    const listed = await caller(LIST, {
+      search: view.asked("search"),
+      pageSize: PAGE_SIZE,
+      pageToken: view.asked("page"),
+    });
+    return { shown: "value" in chosen ? chosen.value.organizations?.[0] : undefined, ...listed };
+  });
   return (
     <Show of={found}>
-      {({ organizations = [] }) => {
-        const asked = view.asked("org");
-        const own = organizations.find(
-          (each) => each.organizationId === view.session.organizationId,
-        );
-        const shown =
-          organizations.find((each) => each.name === asked) ??
-          (organizations.length === 1 ? organizations[0] : own);
+      {({ shown, organizations = [], nextPageToken }) => {
         return (
           <>
             <div className="controls">
@@ -74,6 +77,9 @@ function Tenants() {
                 changed={found.reload}
               />
             </div>
+            {(nextPageToken || view.asked("page") || view.asked("search")) && (
+              <Search terms={[{ name: "search", label: t.search }]} />
+            )}
             <Table
               caption={t.caption}
               columns={[
@@ -93,6 +99,7 @@ function Tenants() {
               rows={organizations}
               keyOf={(each) => each.organizationId}
             />
+            <Pages next={nextPageToken} />
             {shown && view.may("AdminService/ListProjects") && (
               <Projects key={shown.organizationId} of={shown} />
             )}
@@ -275,15 +282,21 @@ function Projects({
 }: {
   of: OrganizationJson;
 }) {
+  const view = useView();
   const found = useLoaded(
-    (caller) => caller("AdminService/ListProjects", { organization }),
+    (caller) =>
+      caller("AdminService/ListProjects", {
+        organization,
+        pageSize: PAGE_SIZE,
+        pageToken: view.asked("projects"),
+      }),
     [organization],
   );
   return (
     <>
       <h2>{t.projectsOf(name)}</h2>
       <Show of={found}>
-        {({ projects }) => (
+        {({ projects, nextPageToken }) => (
           <>
             <Table
               caption={t.projectsOf(name)}
@@ -299,6 +312,7 @@ function Projects({
               empty={t.noProjects}
               keyOf={(each) => each.projectId}
             />
+            <Pages next={nextPageToken} parameter="projects" />
             <div className="buttons">
               <Action
                 call="AdminService/CreateProject"

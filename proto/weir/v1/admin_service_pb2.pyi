@@ -2365,8 +2365,9 @@ class ListAuditEntriesRequest(_message.Message):
     ACTION_PREFIX_FIELD_NUMBER: _builtins.int
     START_TIME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """Largest number of entries, 1 to 1000. Default 100."""
+    """Largest number of entries, 1 to 1000, less if they would exceed 1 MiB. Default 100."""
     before_entry_id: _builtins.int
     """Only entries with a smaller `entry_id`; 0: from the newest."""
     subject: _builtins.str
@@ -2377,6 +2378,10 @@ class ListAuditEntriesRequest(_message.Message):
     """Only changes by this key, by prefix; by this person, by e-mail address or id; or by "system"."""
     action_prefix: _builtins.str
     """Only actions with this prefix, for example "api_key."."""
+    page_token: _builtins.str
+    """`next_page_token` of the previous page, with all other fields unchanged. Empty: the first page.
+    Malformed: INVALID_ARGUMENT.
+    """
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """Only entries at or after this time."""
@@ -2395,10 +2400,11 @@ class ListAuditEntriesRequest(_message.Message):
         action_prefix: _builtins.str = ...,
         start_time: _timestamp_pb2.Timestamp | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action_prefix", b"action_prefix", "actor", b"actor", "before_entry_id", b"before_entry_id", "end_time", b"end_time", "page_size", b"page_size", "start_time", b"start_time", "subject", b"subject"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action_prefix", b"action_prefix", "actor", b"actor", "before_entry_id", b"before_entry_id", "end_time", b"end_time", "page_size", b"page_size", "page_token", b"page_token", "start_time", b"start_time", "subject", b"subject"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2411,6 +2417,9 @@ class ListAuditEntriesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENTRIES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty on the last page."""
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditEntry]:
         """Newest first."""
@@ -2419,10 +2428,11 @@ class ListAuditEntriesResponse(_message.Message):
         self,
         *,
         entries: _abc.Iterable[Global___AuditEntry] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -131,18 +131,18 @@ export class AdminClient extends AdminCalls {
   async *listAuditEntries(options: AuditOptions = {}): AsyncGenerator<AuditEntry, void, void> {
     const { subject = "", actor = "", actionPrefix = "", pageSize = 100 } = options;
     const { startTime, endTime } = options;
-    let beforeEntryId = BigInt(options.beforeEntryId ?? 0);
-    for (;;) {
+    const beforeEntryId = BigInt(options.beforeEntryId ?? 0);
+    for (let pageToken = ""; ; ) {
       const init = {
-        ...{ subject, actor, actionPrefix, pageSize, beforeEntryId },
+        ...{ subject, actor, actionPrefix, pageSize, pageToken, beforeEntryId },
         ...(startTime && { startTime: timestampFromDate(startTime) }),
         ...(endTime && { endTime: timestampFromDate(endTime) }),
       };
       const { listAuditEntries } = AdminService.method;
-      const { entries } = await this.connection.call(listAuditEntries, init, options);
-      for (const each of entries) yield wire.auditEntry(each);
-      if (entries.length < pageSize) return;
-      beforeEntryId = entries.at(-1)!.entryId;
+      const page = await this.connection.call(listAuditEntries, init, options);
+      for (const each of page.entries) yield wire.auditEntry(each);
+      if (page.nextPageToken === "") return;
+      pageToken = page.nextPageToken;
     }
   }
 

@@ -114,12 +114,8 @@ class AsyncAdminClient(AsyncAdminCalls):
         for stamp, time in ((request.start_time, start_time), (request.end_time, end_time)):
             if time is not None:
                 stamp.FromDatetime(time)
-        while True:
-            response = await self._call(self._stub.ListAuditEntries, request)
-            yield [wire.read(AuditEntry, each) for each in response.entries]
-            if len(response.entries) < page_size:
-                return
-            request.before_entry_id = response.entries[-1].entry_id
+        async for page in self._pages(self._stub.ListAuditEntries, request):
+            yield [wire.read(AuditEntry, each) for each in page.entries]
 
     list_audit_entries = items_of(_audit_pages)
 
