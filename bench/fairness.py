@@ -13,9 +13,9 @@ With `--gateways`, that many api processes share one simulated engine on a serve
 and each request of the flood goes to any of them. Runs: the quiet tenant alone, both through one
 gateway, both through all, and the same while a gateway is killed every five seconds. The queue has
 fewer entries than the flood has agents, so that some requests are told when to come back. They do,
-with their ids, and `kept` is the share of these that find room then. A request that a killed gateway loses is sent again, and
-its first token counts from then on. Steps of the engine are so slow that the cores of a small
-machine are mostly idle.
+with their ids, and `kept` is the share of these that find room then. A request that a killed
+gateway loses is sent again, and its first token counts from then on. Steps of the engine are so
+slow that the cores of a small machine are mostly idle.
 """
 
 from __future__ import annotations

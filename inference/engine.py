@@ -287,7 +287,7 @@ class Pooled(Protocol):
 
 def pool_of(backend: Backend) -> str:
     """Return the identity of the engines that a backend shares with other processes, or empty."""
-    # An `isinstance` of a protocol takes ten times as long, and each broadcast asks for all engines.
+    # An `isinstance` of a protocol takes 30 µs, and each broadcast asks for all engines.
     pool: str = getattr(backend, "pool", "")
     return pool
 
