@@ -12,10 +12,10 @@ Throughput counts the output tokens of both tenants in the same part of each run
 With `--gateways`, that many api processes share one simulated engine on a server (`bench.pool`),
 and each request of the flood goes to any of them. Runs: the quiet tenant alone, both through one
 gateway, both through all, and the same while a gateway is killed every five seconds. The queue has
-fewer entries than the flood has agents, so that some requests are told when to come back; `kept`
-is the share of these that find room then. A request that a killed gateway loses is sent again, and
-its first token counts from then on. Steps of the engine are so slow that the cores of a small
-machine are mostly idle.
+fewer entries than the flood has agents, so that some requests are told when to come back. They do,
+with their ids, and `kept` is the share of these that find room then. A request that a killed
+gateway loses is sent again, and its first token counts from then on. Steps of the engine are so
+slow that the cores of a small machine are mostly idle.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import signal
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +52,8 @@ TOKEN_IDS = range(300, 2000)  # plain tokens of the demo model
 SHORT_TOKENS = 20  # for the shared engine: three such prompts fit into a step beside a full batch
 KILL_EACH_S = 5.0
 LOST_RETRY_S = 0.05  # after a connection to a killed gateway
-QUEUE_ENTRIES = 60  # in the queue: fewer than the agents of the flood
+# In the queue: so few that half of the flood is told to come back, some 70 requests in 24 seconds.
+QUEUE_ENTRIES = 30
 
 
 @dataclass(slots=True)
@@ -212,6 +214,7 @@ async def keep_asking_any(
     """Run one agent: send each request to any gateway, and come back as told if it has no room."""
     warm_at, ends_at = began_at + WARM_UP_SHARE * load.seconds, began_at + load.seconds
     prompt, is_retried = next(prompts), False
+    request_id = str(uuid.uuid4())  # room is kept for a refused request, which returns as itself
     rng = random.Random(sum(prompt))
     gateway = rng.choice(gateways.running)
     await asyncio.sleep(START_SHARE * load.seconds * rng.random())
@@ -225,6 +228,7 @@ async def keep_asking_any(
                 ignore_eos=True,
                 temperature=0.0,
                 max_retries=0,
+                request_id=request_id,
             ) as stream:
                 async for delta in stream:
                     now = time.perf_counter()
@@ -242,6 +246,8 @@ async def keep_asking_any(
                 seen.returned_count += 1
                 seen.kept_count += not is_refused
             is_retried = is_refused and warm_at <= sent_at
+            if not is_refused:
+                request_id = str(uuid.uuid4())
             await asyncio.sleep(error.retry_after_s or LOST_RETRY_S)
             if gateway not in gateways.running:
                 is_retried, gateway = False, rng.choice(gateways.running)
@@ -250,6 +256,7 @@ async def keep_asking_any(
             seen.ttfts_ms.append((first_at - sent_at) * 1000)
             seen.queues_ms.append(stream.result.timings.queue_ms)
         prompt, gateway = next(prompts), rng.choice(gateways.running)
+        request_id = str(uuid.uuid4())
 
 
 async def run_gateways(

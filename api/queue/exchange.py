@@ -57,6 +57,8 @@ class Exchange:
         self._written_at: dict[uuid.UUID, float] = {}  # of the last report of each process
         # When the level of a pool was measured, the level, and its growth per second
         self._levels: dict[str, tuple[float, float, float]] = {}
+        # By how much the level of a pool was raised since the last exchange, because one failed
+        self._raised: dict[str, float] = {}
         # When a report of a process about a pool last came
         self._heard_at: dict[tuple[uuid.UUID, str], float] = {}
         self.queues: Mapping[str, FairQueue] = {}
@@ -67,6 +69,7 @@ class Exchange:
         for pool, queue in self.queues.items():
             if queues.get(pool) is not queue:
                 self._levels.pop(pool, None)
+                self._raised.pop(pool, None)
                 for process_id in self._written_at:
                     queue.forget(process_id)
                 queue.exchanged()
@@ -92,6 +95,7 @@ class Exchange:
 
         Yields after each, so that other tasks can run between two.
         """
+        self._lower()
         for row in rows:
             if self._written_at.get(row.process_id) != row.written_at:
                 self._written_at[row.process_id] = row.written_at
@@ -123,7 +127,8 @@ class Exchange:
     def cut_off(self) -> None:
         """Go on after a failed exchange: levels grow as before, as those of other processes do.
 
-        Otherwise engines that order by rank would prefer the requests of this process.
+        Otherwise engines that order by rank would prefer the requests of this process. The next
+        exchange tells what the others have really served, and replaces this growth.
         """
         self._note_levels(is_connected=False)
         self.expire()
@@ -139,9 +144,19 @@ class Exchange:
             if is_connected and elapsed_s > 0:
                 rate += (max(gain, 0.0) / elapsed_s - rate) / RATE_MEMORY
             elif 0 <= gain < rate * elapsed_s:  # it falls if the tenant on top leaves
-                line.rise(rate * elapsed_s - gain)
+                units = rate * elapsed_s - gain
+                line.rise(units)
+                self._raised[pool] = self._raised.get(pool, 0.0) + units
                 present = before + rate * elapsed_s
             self._levels[pool] = now, present, rate
+
+    def _lower(self) -> None:
+        """Take back the growth since an exchange failed: the reports have the same service."""
+        for pool, units in self._raised.items():
+            self.queues[pool].interactive.line.rise(-units)
+            measured_at, level, rate = self._levels[pool]
+            self._levels[pool] = measured_at, level - units, rate
+        self._raised.clear()
 
     def _absorb(self, row: ReportRow) -> None:
         now = self._clock()

@@ -245,10 +245,14 @@ class Line(Generic[Item]):
         """
         for number, tenant in self._tenants.items():
             tenant.weight = weights.get(number, 1.0)
-            if tenant.listed_level is not None:
-                self._note_level(tenant)
-            if tenant.waiting:
-                self._note_priority(tenant)
+            self._list_again(tenant)
+
+    def _list_again(self, tenant: Tenant[Item]) -> None:
+        """List a tenant in both heaps where it now belongs, since its counter may have fallen."""
+        if tenant.listed_level is not None:
+            self._note_level(tenant)
+        if tenant.waiting:
+            self._note_priority(tenant)
 
     def waiting_tenants(self) -> Iterator[Tenant[Item]]:
         """Iterate over the tenants that have requests waiting here."""
@@ -551,9 +555,10 @@ class Line(Generic[Item]):
         return units
 
     def rise(self, units: float) -> None:
-        """Raise the level, and the counters of all tenants with it."""
+        """Raise the level, and the counters of all tenants with it, or lower them again."""
         for tenant in self._tenants.values():
             tenant.counter += units
+            self._list_again(tenant)
         self._floor += units
 
     def forget(self, process_id: uuid.UUID) -> None:

@@ -166,7 +166,7 @@ class Inbox(Generic[Local]):
         statistics after them. Thread-safe; blocks like `send`.
         """
         now_s = time.monotonic()
-        reports: list[tuple[Connection, list[Event]]] = []
+        reports: list[tuple[Connection, list[Event], bytes]] = []
         with self._changing:
             own: dict[Connection, list[Event]] = {}
             for number, event in events:
@@ -183,9 +183,9 @@ class Inbox(Generic[Local]):
                 each.is_stale = each not in own and not is_due
                 if not each.is_stale:
                     each.reported_at_s = now_s
-                    reports.append((each, own.get(each, [])))
-        for connection, its_events in reports:
-            self._send(connection, encode(StepReport(its_events, statistics)))
+                    reports.append((each, own.get(each, []), self._cached_for(each)))
+        for connection, its_events, cached in reports:
+            self._send(connection, cached + encode(StepReport(its_events, statistics)))
             if connection.is_leaving:
                 self._wake_watch()
 
@@ -245,11 +245,20 @@ class Inbox(Generic[Local]):
         return connections
 
     def _report_late(self, connections: Iterable[Connection]) -> None:
-        """Send the last statistics to the connections that have not received them."""
+        """Send the last statistics and cached blocks to connections that have not received them."""
         for each in connections:
-            if each.is_stale and not each.is_gone:
+            data = self._cached_for(each)
+            if each.is_stale:
                 each.is_stale = False
-                self._send(each, encode(StepReport([], self._statistics)))
+                data += encode(StepReport([], self._statistics))
+            if data and not each.is_gone:
+                self._send(each, data)
+
+    def _cached_for(self, connection: Connection) -> bytes:
+        """Encode the cached blocks that a process does not know yet, if any."""
+        with self._changing:
+            keys, connection.cached = connection.cached, []
+        return encode(CachedBlocks(keys)) if keys else b""
 
     def _read(self, connection: Connection) -> None:
         """Take what a connection has received; end it after its end or a broken protocol."""
@@ -349,7 +358,10 @@ class Inbox(Generic[Local]):
             self._send(connection, encode(CachedBlocks(keys[begin : begin + CACHED_KEYS_SENT])))
 
     def _forward(self, sender: Connection, message: CachedBlocks) -> None:
-        """Tell the other processes which blocks a sequence has left in the cache."""
+        """Tell the other processes which blocks a sequence has left in the cache.
+
+        With their next reports: a message of its own would wake each of them twice a request.
+        """
         if not sender.is_admitted:
             return
         for key in message.keys:
@@ -358,14 +370,9 @@ class Inbox(Generic[Local]):
         while len(self._cached) > CACHED_KEYS_MAX:
             self._cached.popitem(last=False)
         with self._changing:
-            others = [
-                each
-                for each in self._connections
-                if each is not sender and each.is_admitted and not each.is_gone
-            ]
-        data = encode(message) if others else b""
-        for each in others:
-            self._send(each, data)
+            for each in self._connections:
+                if each is not sender and each.is_admitted and not each.is_gone:
+                    each.cached += message.keys
 
     def _is_last(self, connection: Connection) -> bool:
         """Return whether no other process is connected. None can connect afterwards."""

@@ -40,6 +40,7 @@ class Connection:
         self.hung_up = False  # its process has closed it or ended
         self.reported_at_s = -math.inf
         self.is_stale = False  # it has not received the last statistics
+        self.cached: list[int] = []  # hashes of cached blocks for its next report
         self._unsent = bytearray()
         self._sending = threading.Lock()
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import psycopg
 import pytest
+from structlog.testing import capture_logs
 
 from api.core.settings import QueueSettings
 from api.generation.request.queue_exchange import QueueExchange
@@ -149,7 +150,9 @@ async def test_a_database_that_is_away_leaves_each_process_its_own_order(
             raise psycopg.OperationalError("gone")
 
         monkeypatch.setattr(two.exchange._reports, "exchange", away)
-        await until(lambda: two.waiting_elsewhere() == 0, "local order")
+        with capture_logs() as logs:
+            await until(lambda: two.waiting_elsewhere() == 0, "local order")
+        assert [each["event"] for each in logs] == ["queue_exchange_failed"], "once per outage"
         monkeypatch.setattr(two.exchange._reports, "exchange", honest)
         await until(lambda: two.waiting_elsewhere() == 3, "the reports again")
 

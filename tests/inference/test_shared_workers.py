@@ -21,7 +21,7 @@ from common.processes import alive
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import EngineState, SamplingParams
 from inference.errors import EngineFailed
-from inference.workers.process import open_worker
+from inference.workers.process import WorkerProcess, open_worker
 from inference.workers.protocol import (
     CancelSequence,
     StartSequence,
@@ -264,6 +264,31 @@ async def test_a_process_knows_the_prefixes_that_others_have_cached(
 
         assert known == outcome.cached_token_count == 80
         assert second.predict_cached_token_count(whole, "another") == 0
+
+
+async def test_a_process_with_running_requests_is_not_woken_for_the_prefixes_of_others(
+    directory: EngineDirectory, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that others have cached come together with the next report of a step."""
+    received: list[tuple[WorkerProcess, bytes]] = []
+    honest = WorkerProcess.data_received
+
+    def data_received(self: WorkerProcess, data: bytes) -> None:
+        received.append((self, data))
+        honest(self, data)
+
+    async with two(directory, settings_for(tiny)) as (first, second):
+        async with streams.stream(second, make_request(prompt(0), 150)) as events:
+            await first_tokens(events, 1)
+            monkeypatch.setattr(WorkerProcess, "data_received", data_received)
+            for number in range(1, 6):
+                await run(first, make_request(prompt(number, 40), 3))
+            monkeypatch.undo()
+        process = second._worker.process
+
+    chunks = [data for owner, data in received if owner is process]
+    assert sum(b"cached_blocks" in each for each in chunks) >= 5
+    assert all(b"step" in each for each in chunks)
 
 
 def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:

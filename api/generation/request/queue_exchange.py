@@ -12,6 +12,8 @@ import asyncio
 import uuid
 from collections.abc import Mapping
 
+import structlog
+
 from api.queue.exchange import ALONE_INTERVAL_S, INTERVAL_S, SILENT_S, Exchange
 from api.queue.fair_queue import FairQueue
 from common.backoff import Backoff
@@ -19,6 +21,8 @@ from metering.control.queue_reports import LOST, QueueReports
 
 LEVEL_WAIT_S = 0.1  # ten times an exchange; connecting takes some of it
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 1.0
+
+log = structlog.get_logger(__name__)
 
 
 class QueueExchange:
@@ -52,7 +56,7 @@ class QueueExchange:
 
     async def run(self) -> None:
         """Exchange reports until cancelled. Never raises for an unavailable database."""
-        backoff = Backoff(RECONNECT_MIN_S, RECONNECT_MAX_S)
+        backoff, is_failing = Backoff(RECONNECT_MIN_S, RECONNECT_MAX_S), False
         try:
             while True:
                 if self._process_count < 2 or not self._exchange.has_work:
@@ -64,11 +68,15 @@ class QueueExchange:
                     rows = await self._reports.exchange(
                         sorted(self._exchange.queues), self._exchange.report(), SILENT_S
                     )
-                except LOST:
+                except LOST as error:
+                    if not is_failing:
+                        log.warning("queue_exchange_failed", cause=str(error) or repr(error))
+                    is_failing = True
                     self._exchange.cut_off()
                     await asyncio.sleep(backoff.next_s())
                     continue
                 backoff.reset()
+                is_failing = False
                 for _ in self._exchange.take(rows):
                     await asyncio.sleep(0)
                 await asyncio.sleep(INTERVAL_S if rows else ALONE_INTERVAL_S)
