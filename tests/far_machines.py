@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.service import Service
 
 TUN = Path("/dev/net/tun")
@@ -116,6 +118,22 @@ def machines(count: int, delay_s: float, loss: float, seed: int) -> Iterator[lis
         stack.callback(network.stop)
         yield found
         assert network.packet_count, "the machines used the network"
+
+
+@contextlib.contextmanager
+def permitted_machines(
+    count: int, delay_s: float, loss: float, seed: int
+) -> Iterator[list[Machine]]:
+    """Yield machines; skip the test where namespaces are not permitted."""
+    if os.geteuid() != 0 or not TUN.exists():
+        pytest.skip(f"network namespaces need root and {TUN}")
+    with contextlib.ExitStack() as stack:
+        try:
+            found = stack.enter_context(machines(count, delay_s, loss, seed))
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = getattr(error, "stderr", error)
+            pytest.skip(f"network namespaces are not permitted: {reason}")
+        yield found
 
 
 class FarService(Service):

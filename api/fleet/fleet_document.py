@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from api.fleet.endpoint_slices import SlicesTerms
 from api.fleet.fleet_file import (
     RECOVERY_WAIT_S,
     Fleet,
@@ -105,6 +106,15 @@ def _target(target: FleetTarget) -> str | Values:
         region=target.region,
         key_file=None if target.key_file is None else str(target.key_file.absolute()),
         key_header=target.key_header,
+        endpoint_slices={} if target.slices is None else _slices(target.slices),
+    )
+
+
+def _slices(terms: SlicesTerms) -> Values:
+    return given(
+        namespace=terms.namespace,
+        service=terms.service,
+        kubeconfig=None if terms.kubeconfig is None else str(terms.kubeconfig.absolute()),
     )
 
 

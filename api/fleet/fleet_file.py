@@ -18,10 +18,18 @@ from weir_cli.yaml_files import FileError, Keys, NotYaml, compose, similar_name
 from yaml.constructor import SafeConstructor
 
 from api.core.settings import Settings
+from api.fleet.endpoint_slices import SlicesTerms
 from api.fleet.launch_plan import Pool
-from api.fleet.launcher_reader import UNITS_MAX, FleetLauncher, ValueReader, word
+from api.fleet.launcher_reader import (
+    OBJECT_NAME,
+    UNITS_MAX,
+    FleetLauncher,
+    ValueReader,
+    matching,
+    word,
+)
 from common.settings import SettingInvalid, number, one_of, truth, whole
-from inference.adapters.remote_settings import TARGET_FORM, key_header, parse_target
+from inference.adapters.remote_settings import TARGET_FORM, Service, key_header, parse_target
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B|)")
 UNITS: dict[str, int] = {"": 1, "B": 1} | {
@@ -46,6 +54,7 @@ OF_LOCAL_ENGINES = ("replicas", "idle_timeout_s", "memory_bytes", "region")
 OF_GPU_ENGINES = ("engine_config", "gpus")
 OF_GENERATING = ("policy", "recovery_wait_s", "fallback")
 OF_REMOTE = ("targets", "share_prefixes", "launcher")  # all but the first: to generate
+OF_TARGET = ("address", "region", "key_file", "key_header", "endpoint_slices")
 OF_LAUNCHED = ("replicas", "idle_timeout_s", "region")
 OF_VERSION = {"engine", "directory", "weight", *OF_REMOTE, *OF_LOCAL_ENGINES, *OF_GPU_ENGINES}
 
@@ -82,13 +91,15 @@ def target(value: str) -> str:
 class FleetTarget:
     """Remote engine: its address, its region, and the file with its API key.
 
-    `key_header` is the header that carries the key; if empty, WEIR_REMOTE_KEY_HEADER names it.
+    `key_header` is the header that carries the key; if empty, WEIR_REMOTE_KEY_HEADER names it. With
+    `slices`, it stands for the ready endpoints of a Kubernetes service at the port of its address.
     """
 
     address: str
     region: str = ""
     key_file: Path | None = None
     key_header: str = ""
+    slices: SlicesTerms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,7 +503,7 @@ class FleetReader(ValueReader):
             if isinstance(each, yaml.ScalarNode):
                 found.append(FleetTarget(self.value(each, at, target, "")))
                 continue
-            keys = self.mapping(each, at, ("address", "region", "key_file", "key_header"))
+            keys = self.mapping(each, at, OF_TARGET)
             if "address" not in keys:
                 self.wrong(each, f"{at}.address", f"is missing: {TARGET_FORM}")
             address = self.value_of(keys, at, "address", target, "")
@@ -501,10 +512,28 @@ class FleetReader(ValueReader):
             header = self.value_of(keys, at, "key_header", key_header, "")
             if header and path is None:
                 self.wrong(each, f"{at}.key_header", "needs a key_file")
-            found.append(FleetTarget(address, region, path, header))
+            slices = self.slices(keys.get("endpoint_slices"), f"{at}.endpoint_slices")
+            if slices is not None and address.startswith(f"{Service.OPENAI_HTTPS}:"):
+                reason = "is not for openai+https: the certificates of pods have no common name"
+                self.wrong(each, f"{at}.endpoint_slices", reason)
+            found.append(FleetTarget(address, region, path, header, slices))
         if len({each.address for each in found}) < len(found):
             self.wrong(node, location, "must name each address once")
         return tuple(found)
+
+    def slices(self, node: yaml.Node | None, location: str) -> SlicesTerms | None:
+        """Parse the service whose endpoints a target stands for; None if the node is missing."""
+        if node is None:
+            return None
+        keys = self.mapping(node, location, ("namespace", "service", "kubeconfig"))
+        for name in ("namespace", "service"):
+            if name not in keys and isinstance(node, yaml.MappingNode):
+                self.wrong(node, f"{location}.{name}", "is missing: it names a Kubernetes service")
+        return SlicesTerms(
+            self.value_of(keys, location, "namespace", matching(OBJECT_NAME), ""),
+            self.value_of(keys, location, "service", matching(OBJECT_NAME), ""),
+            self.path_of(keys, location, "kubeconfig"),
+        )
 
     def aliases(self, node: yaml.Node | None, models: tuple[FleetModel, ...]) -> dict[str, str]:
         """Parse the aliases. Each names a model or one of its versions."""

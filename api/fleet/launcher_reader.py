@@ -40,7 +40,9 @@ OF_KIND: Mapping[str, tuple[str, ...]] = {
     "command": OF_COMMAND,
     "kubernetes": OF_KUBERNETES,
 }
-NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")  # of Kubernetes objects and groups
+OBJECT_NAME = re.compile(
+    r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
+)  # of Kubernetes objects and groups
 FIELD = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 COUNT_MAX = 1000
 KINDS: Mapping[type, str] = {
@@ -255,7 +257,9 @@ class ValueReader(StrictReader):
         if "{number}" in address and "count" in keys:
             reason = "is for an address of all pods: leave it out, or {number} in the address"
             self.wrong(keys["count"], f"{location}.count", reason)
-        named = {name: self.value_of(keys, location, name, matching(NAME), "") for name in OBJECT}
+        named = {
+            name: self.value_of(keys, location, name, matching(OBJECT_NAME), "") for name in OBJECT
+        }
         terms = KubernetesTerms(
             named["group"],
             named["version"],

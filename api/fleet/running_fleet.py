@@ -124,6 +124,7 @@ class RunningFleet:
         """Serve all engines as tasks, and load the models that do not start on demand."""
         self._tasks, self._requests, self._sessions = tasks, requests, sessions
         self._launching = launching
+        self.names.begin(tasks)
         launching.become(self.serving.launched, self.serving.fleet.pools)
         for part in self.serving.parts.values():
             self._serve(part)
@@ -150,7 +151,7 @@ class RunningFleet:
             async with self._changing:
                 if await self.names.poll(self.serving.fleet):
                     await self._change_addresses()
-            await asyncio.sleep(INTERVAL_S)
+            await self.names.wait(INTERVAL_S)
 
     async def settings_fleet(self) -> Fleet:
         """Read the fleet of this process's settings. Raises: SettingInvalid."""
@@ -387,9 +388,12 @@ def parsed(stored: StoredFleet) -> Fleet:
 
 
 def key_files(fleet: Fleet) -> list[Path | None]:
-    """List the key files of a fleet's targets."""
+    """List the files with credentials that a fleet's targets name."""
     versions = [version for model in fleet.models for version in model.versions]
-    return [target.key_file for version in versions for target in version.targets]
+    targets = [target for version in versions for target in version.targets]
+    return [target.key_file for target in targets] + [
+        target.slices.kubeconfig for target in targets if target.slices is not None
+    ]
 
 
 def check_launchers(fleet: Fleet, present: Fleet) -> None:
@@ -418,5 +422,6 @@ def check_key_files(fleet: Fleet, known: Collection[Path], folder: Path) -> None
     for path in key_files(fleet):
         if path is not None and path not in known and folder not in path.resolve().parents:
             raise SettingInvalid(
-                f"key_file {str(path)!r} must be in {folder}, or be named by the present fleet"
+                f"key_file or kubeconfig {str(path)!r} must be in {folder}, or be named by the"
+                " present fleet"
             )

@@ -56,6 +56,13 @@ models: {chat: {directory: d, memory_bytes: 3 apples}}
     memory_bytes: must be a number of bytes, such as 24GiB
 models: {chat: {directory: d, idle_timeout_s: nan}}
     idle_timeout_s: must be a number from 0 to 604800, not 'nan'
+models: {m: {engine: remote, targets: [{address: "vllm://a:1", endpoint_slices: {service: B_}}]}}
+    models.m.targets[0].endpoint_slices.namespace: is missing
+    models.m.targets[0].endpoint_slices.service: must match
+models: {m: {engine: remote, targets: [{address: "vllm://a:1", endpoint_slices: b}]}}
+    models.m.targets[0].endpoint_slices: write a mapping
+models: {m: {engine: remote, targets: [{address: "openai+https://a:1", endpoint_slices: {}}]}}
+    models.m.targets[0].endpoint_slices: is not for openai+https
 models: {chat: {directory: d, fallback: []}}
     models.chat.fallback: must name 1 to 4 models
 models: {chat: {directory: d, fallback: code}, code: {directory: d}}

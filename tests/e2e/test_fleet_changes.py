@@ -11,12 +11,15 @@ from typing import Any
 
 import grpc
 import pytest
+import yaml
 from grpc import StatusCode
 
 from api.core.settings import bundled_models
+from tests.api.test_kubernetes_launcher import config
 from tests.calls import Calls, calls
 from tests.conftest import new_database
 from tests.e2e.conftest import Serve
+from tests.kubernetes_double import SlicesApi, endpoint, endpoint_slice, served
 from tests.service import MODEL, Service, log_events, price_model, running, wait_for
 
 FLEET = """
@@ -26,6 +29,7 @@ models:
       v1: {{directory: {directory}, engine: simulated}}
       v2: {{directory: {directory}, engine: simulated, weight: 0}}
 """
+PODS = "vllm://vllm.models.svc:8001"
 Pair = tuple[Service, Service]
 
 
@@ -274,3 +278,51 @@ async def test_a_replacement_that_does_not_load_leaves_the_old_engine_serving(
     assert not answer.violations
     assert late.number == 1
     assert back.version.number == 3
+
+
+async def test_the_endpoints_of_a_service_are_followed_at_once(
+    pair: Pair, admin: Calls, model: Path
+) -> None:
+    document = (await stored(admin)).version.document
+    keys = pair[0].home / "keys"
+    keys.mkdir(exist_ok=True)
+    api = SlicesApi()
+    api.put(endpoint_slice("a", endpoint("127.0.0.2"), endpoint("127.0.0.3", ready=False)))
+    async with served(api.handle) as url:
+        slices = {"namespace": "models", "service": "vllm", "kubeconfig": str(config(keys, url))}
+        targets = [{"address": PODS, "endpoint_slices": slices}]
+        fleet = yaml.safe_load(document)
+        fleet["models"]["pods"] = {
+            "engine": "remote",
+            "directory": str(model),
+            "targets": targets,
+        }
+        text = yaml.safe_dump(fleet)
+        stolen = await admin("ApplyFleet", document=text.replace(str(keys), "/etc"))
+        await applied(admin, text)
+        await until_replicas(pair, "127.0.0.2")
+        api.put(endpoint_slice("b", endpoint("127.0.0.4")))
+        api.put(endpoint_slice("a", endpoint("127.0.0.3")))
+        await until_replicas(pair, "127.0.0.3", "127.0.0.4")
+        api.delete("a")
+        api.delete("b")
+        await until_replicas(pair)
+        api.put(endpoint_slice("c", endpoint("fd00::1"), family="IPv6"))
+        await until_replicas(pair, "[fd00::1]")
+        await applied(admin, document)
+
+    assert "must be in" in stolen.violations[0].message
+
+
+async def until_replicas(services: Pair, *hosts: str) -> None:
+    """Wait until all processes have a replica for each host, or one of that name without any."""
+    expected = {f"{PODS}#{host}" for host in hosts} or {PODS}
+    async with asyncio.timeout(20):
+        for service in services:
+            while True:
+                async with calls(service, (await service.tenant(scopes=("admin",))).secret) as call:
+                    found = (await call("ListReplicas")).replicas
+                names = {each.replica for each in found if each.model == "pods"}
+                if names == expected:
+                    break
+                await asyncio.sleep(0.05)

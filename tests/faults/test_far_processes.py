@@ -5,8 +5,6 @@ another, and 1 % of the packets lost.
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from metering.core.models import QuotaDimension
-from tests.far_machines import GATEWAY, TUN, FarService, Machine, machines
+from tests.far_machines import GATEWAY, FarService, Machine, permitted_machines
 from tests.metering.cutting_proxy import CuttingProxy
 from tests.metering.invariants import check_invariants
 from tests.service import Service, attach, credit, until
@@ -29,16 +27,9 @@ KEEP = {"seconds": 60}
 
 @pytest.fixture
 def far_machines() -> Iterator[list[Machine]]:
-    """Yield two machines; skip where namespaces are not permitted."""
-    if os.geteuid() != 0 or not TUN.exists():
-        pytest.skip(f"network namespaces need root and {TUN}")
-    try:
-        entered = machines(2, DELAY_S, LOSS, SEED)
-        found = entered.__enter__()
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"network namespaces are not permitted: {getattr(error, 'stderr', error)}")
-    yield found
-    entered.__exit__(None, None, None)
+    """Yield two machines."""
+    with permitted_machines(2, DELAY_S, LOSS, SEED) as found:
+        yield found
 
 
 @pytest_asyncio.fixture

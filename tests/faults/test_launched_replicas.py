@@ -20,6 +20,7 @@ from api.core.settings import bundled_models
 from inference.launchers.children import Folder
 from inference.launchers.process import free_ports
 from metering.core.models import QuotaDimension
+from tests.far_machines import Machine, permitted_machines
 from tests.faults.conftest import Start
 from tests.metering.invariants import check_invariants
 from tests.remote_servers.certificates import make_certificates
@@ -38,14 +39,18 @@ def fleet(tmp_path: Path, model: Path) -> Fleet:
     """Return a function that writes a fleet file, whose server notes each of its starts."""
     certificates = make_certificates(tmp_path / "certificates")
 
-    def write(script: str = "", **keys: Any) -> Path:
+    def write(script: str = "", machine: Machine | None = None, **keys: Any) -> Path:
         server = [sys.executable, "-m", "tests.remote_servers", str(model)]
         words = [*server, str(certificates.directory), "{port}", "{second_port}"]
+        host, within = "127.0.0.1", []
+        if machine is not None:
+            host, within = machine.address, ["ip", "netns", "exec", machine.namespace]
+        words.append(host)
         shell = f'echo "$WEIR_REPLICA_ID" >> "{tmp_path}/starts"; {script or ""} exec "$@"'
         launcher = {
             "kind": "process",
-            "command": ["sh", "-c", shell, "sh", *words],
-            "address": "trtllm://127.0.0.1:{port}",
+            "command": [*within, "sh", "-c", shell, "sh", *words],
+            "address": f"trtllm://{host}:{{port}}",
             "state_directory": str(tmp_path / "launched"),
         }
         version = {
@@ -132,6 +137,30 @@ async def test_all_who_wait_are_served_by_one_start(
     assert lifetime["end_reason"] == "stopped"
     check_invariants(service.database_url, all_ended=False)
     assert await asyncio.to_thread(service.stop) == 0
+
+
+async def test_all_who_wait_are_served_by_one_start_on_another_machine(
+    launch: Start, fleet: Fleet, tmp_path: Path
+) -> None:
+    """The scaler is killed in the middle of it. The network is slow and loses packets."""
+    with permitted_machines(1, delay_s=0.005, loss=0.005, seed=36) as [machine]:
+        services = two_processes(launch, fleet(machine=machine), tmp_path)
+        await until(lambda: scaler_pid(services[0]), "an election")
+        pid = scaler_pid(services[0])
+        [scaler] = [each for each in services if each.pid == pid]
+        [other] = [each for each in services if each.pid != pid]
+        tenant = await new_tenant(other)
+
+        async def kill() -> None:
+            await until(lambda: start_count(tmp_path), "the start")
+            scaler.kill()
+
+        await check_all_served(other, tenant, kill)
+
+        assert start_count(tmp_path) == 1
+        await until(lambda: states(other) == {0: "stopped"}, "the idle server to stop")
+        check_invariants(other.database_url, all_ended=False)
+        assert await asyncio.to_thread(other.stop) == 0
 
 
 def scaler_pid(service: Service) -> int | None:

@@ -24,6 +24,7 @@ from weir_client import AdminClient, Client
 from infra.architecture import ROOT
 from tests.conftest import APPLICATION_ROLE, as_application, new_database
 from tests.inference.real_servers import free_port, needs, python_of
+from tests.kubernetes_double import endpoint, endpoint_slice
 from tests.service import PATIENCE_S, wait_for
 
 pytestmark = needs("helm")
@@ -218,6 +219,7 @@ def test_custom_resources_are_valid(examples: dict[str, list[Manifest]]) -> None
         ({"api": {"settings": {"WEIR_CONNECTIONS_MAX": 1000000}}}, "string"),
         ({"api": {"drain": {"seconds": 0}}}, "minimum"),
         ({"podSecurityContext": {"runAsNonRoot": False}}, "runAsNonRoot"),
+        ({"api": {"endpointSlices": {"namespaces": ["Models"]}}}, "pattern"),
     ],
 )
 def test_impossible_values_are_refused(values: dict[str, Any], words: str) -> None:
@@ -250,6 +252,64 @@ def test_keda_calls_the_scaler_where_it_listens(examples: dict[str, list[Manifes
     [inside] = [each for each in container["ports"] if each["name"] == target["targetPort"]]
     assert listen == f"0.0.0.0:{inside['containerPort']}"
     assert [{"port": inside["name"]}] in [each["ports"] for each in policy["spec"]["ingress"]]
+
+
+def test_the_api_may_follow_the_slices_of_named_namespaces_only() -> None:
+    """It lists and watches. Without namespaces it has no account, as its other pods."""
+    [answer] = rendered({"api": {"endpointSlices": {"namespaces": ["models", "more"]}}})
+    assert answer.get("faults") == [], answer
+    manifests = answer["manifests"]
+
+    roles = [each for each in manifests if each["kind"] == "Role"]
+    bindings = [each for each in manifests if each["kind"] == "RoleBinding"]
+    found_pods = pods(manifests)
+
+    assert [each["metadata"]["namespace"] for each in roles] == ["models", "more"]
+    [rule] = roles[0]["rules"]
+    assert (rule["apiGroups"], rule["resources"]) == (["discovery.k8s.io"], ["endpointslices"])
+    assert rule["verbs"] == ["list", "watch"]
+    account = found(manifests, "ServiceAccount", "weir-api")
+    assert not account["automountServiceAccountToken"]
+    for role, binding in zip(roles, bindings, strict=True):
+        assert binding["metadata"]["namespace"] == role["metadata"]["namespace"]
+        assert binding["roleRef"]["name"] == role["metadata"]["name"]
+        [subject] = binding["subjects"]
+        assert (subject["name"], subject["namespace"]) == ("weir-api", "ai")
+    mounts = {name: pod["automountServiceAccountToken"] for name, pod in found_pods.items()}
+    assert [name for name, is_mounted in mounts.items() if is_mounted] == ["weir-api"]
+    assert found_pods["weir-api"]["serviceAccountName"] == "weir-api"
+
+
+def test_the_slices_of_the_double_are_valid() -> None:
+    """By the schema that Kubernetes publishes; a planted fault is found."""
+    both = endpoint("fd00::1", uid="p", ready=True, serving=True, terminating=False)
+    slices = [
+        endpoint_slice("a", endpoint("10.0.0.1", ready=None), endpoint("10.0.0.2", uid="p")),
+        endpoint_slice("b", both, family="IPv6", port=None),
+    ]
+    script = """
+import json, sys
+import kubernetes_validate
+for each in json.load(sys.stdin):
+    try:
+        kubernetes_validate.validate(each, "1.37", strict=True)
+        print("valid")
+    except kubernetes_validate.ValidationError as error:
+        print(error.message)
+"""
+
+    done = subprocess.run(
+        [python_of("helm"), "-c", script],
+        input=json.dumps([*slices, slices[0] | {"addressType": 4}]),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+
+    assert done.returncode == 0, done.stderr
+    *lines, fault = done.stdout.splitlines()
+    assert lines == ["valid", "valid"]
+    assert "string" in fault
 
 
 def test_the_rules_and_the_dashboard_are_those_of_the_repository(

@@ -1,4 +1,7 @@
-"""`python -m tests.remote_servers MODEL CERTIFICATES PORT HTTP_PORT` serves until it is killed."""
+"""Server of all services: `python -m tests.remote_servers MODEL CERTIFICATES PORT HTTP_PORT`.
+
+It serves until it is killed. A fifth word is the address at which it listens without TLS over gRPC.
+"""
 
 from __future__ import annotations
 

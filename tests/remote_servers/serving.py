@@ -145,7 +145,9 @@ def hostile_process(module: str, *options: str) -> Iterator[str]:
             process.kill()
 
 
-async def serve(directory: str, certificates: str, port: str, http_port: str) -> None:
+async def serve(
+    directory: str, certificates: str, port: str, http_port: str, host: str = "127.0.0.1"
+) -> None:
     """Serve until killed."""
     # A port in use must not be shared with another process.
     keys = KeyCheck()
@@ -173,7 +175,7 @@ async def serve(directory: str, certificates: str, port: str, http_port: str) ->
             SglangServicer(backend), server
         )
         server.add_generic_rpc_handlers((Control(control(backend)),))
-        plain = server.add_insecure_port(f"127.0.0.1:{port}")
+        plain = server.add_insecure_port(f"{host}:{port}")
         secure = server.add_secure_port(
             "127.0.0.1:0", Certificates(Path(certificates)).server_credentials()
         )
@@ -181,7 +183,7 @@ async def serve(directory: str, certificates: str, port: str, http_port: str) ->
             int(http_port), Certificates(Path(certificates)).server_context()
         )
         await server.start()
-        print("serving", f"127.0.0.1:{plain}", f"127.0.0.1:{secure}", *http, flush=True)
+        print("serving", f"{host}:{plain}", f"127.0.0.1:{secure}", *http, flush=True)
         await asyncio.Event().wait()
 
 

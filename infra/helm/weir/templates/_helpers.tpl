@@ -21,7 +21,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 
 {{/* Fields of every pod. */}}
 {{- define "weir.pod" -}}
-automountServiceAccountToken: false
+automountServiceAccountToken: {{ .usesCluster | default false }}
 enableServiceLinks: false
 securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
 {{- with .Values.image.pullSecrets }}
