@@ -31,6 +31,13 @@ function mainOf(page) {
   return page.evaluate(() => document.querySelector("main").innerText);
 }
 
+// Wait until a dialog is closed; one that shows an error is a fault.
+async function closed(dialog) {
+  const fault = dialog.locator(".remark.bad");
+  await Promise.race([dialog.waitFor({ state: "detached" }), fault.first().waitFor()]);
+  if (await dialog.count()) throw new Error(await dialog.innerText());
+}
+
 // Check what is shown, and keep a picture of it.
 async function stop(page, name, colorScheme = "light") {
   at(name);
@@ -54,12 +61,12 @@ async function customer() {
   await operator.getByRole("button", { name: "Create an organization" }).click();
   await dialog.getByLabel("Name").fill(organization);
   await dialog.getByRole("button", { name: "Create" }).click();
-  await dialog.waitFor({ state: "detached" });
+  await closed(dialog);
   await openIn(operator, `#/organizations?org=${organization}`);
   await operator.getByRole("button", { name: /^Create a project/ }).click();
   await dialog.getByLabel("Name").fill("search");
   await dialog.getByRole("button", { name: /^Create/ }).click();
-  await dialog.waitFor({ state: "detached" });
+  await closed(dialog);
   at("invite the owner");
   await openIn(operator, `#/members?org=${organization}`);
   await operator.getByRole("button", { name: "Invite a person" }).click();
@@ -89,7 +96,7 @@ async function customer() {
   await own.getByText("Copy the secret now").waitFor();
   found.secret = await own.locator(".secret code").innerText();
   await own.getByRole("button", { name: "I have stored it" }).click();
-  await own.waitFor({ state: "detached" });
+  await closed(own);
 
   at("chat");
   await openIn(page, "#/playground");
@@ -143,7 +150,7 @@ async function incident() {
   await dialog.getByLabel("Limit", { exact: true }).fill("1");
   await stop(page, "incident-limit", "dark");
   await dialog.getByRole("button", { name: "Set a limit" }).click();
-  await dialog.waitFor({ state: "detached" });
+  await closed(dialog);
   found.limit = await page.locator(".status").innerText();
   at("tell");
   await openIn(page, "#/live");
@@ -152,7 +159,7 @@ async function incident() {
   await dialog.getByLabel("Reason").fill(asked.reason);
   await stop(page, "incident-tell", "dark");
   await dialog.getByRole("button", { name: "End the request" }).click();
-  await dialog.waitFor({ state: "detached" });
+  await closed(dialog);
   found.ended = await page.locator(".status").innerText();
   await page.context().close();
   at("the customer");
@@ -176,14 +183,14 @@ async function month() {
   await dialog.getByText("Nothing prevents the close").waitFor();
   await stop(first, "month-close");
   await dialog.getByRole("button", { name: "Close the month" }).click();
-  await dialog.waitFor({ state: "detached" });
+  await closed(dialog);
   found.closed = await first.locator(".status").innerText();
   at("refund");
   await first.getByRole("button", { name: /^Propose a credit note/ }).click();
   await dialog.getByLabel("Amount").fill("0.05");
   await dialog.getByLabel("Reason").fill(asked.reason);
   await dialog.getByRole("button", { name: "Propose a credit note" }).click();
-  await dialog.waitFor({ state: "detached" });
+  await closed(dialog);
   const own = first.getByRole("row", { name: asked.reason });
   await own.getByText("Another person approves it").waitFor();
   found.own = await own.innerText();
@@ -199,7 +206,7 @@ async function month() {
   await stop(second, "month-approve");
   const other = second.getByRole("dialog");
   await other.getByRole("button", { name: "Approve" }).click();
-  await other.waitFor({ state: "detached" });
+  await closed(other);
   found.approved = await second.locator(".status").innerText();
   await row.getByText("CN-").waitFor();
   found.row = await row.innerText();
