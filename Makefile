@@ -14,7 +14,7 @@ CHECKS := format-check lint types proto-check migrations-check architecture pros
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev docs demo test test-fast test-faults test-clients test-peers test-images check checks $(CHECKS) fmt reference console proto proto-baseline migration lock dist dist-check release-rehearsal clean
+.PHONY: help setup setup-dev docs demo test test-fast test-faults test-clients test-peers test-images check checks $(CHECKS) fmt reference console pictures proto proto-baseline migration lock dist dist-check release-rehearsal clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -103,6 +103,10 @@ reference: setup-dev ## write the generated parts of docs/
 
 console: setup-dev ## build the page of the console into api/console/static
 	@$(BIN)/python -m infra.console_page --build
+
+pictures: setup-dev ## take the pictures of the documentation again; needs Chromium
+	@$(BIN)/python -m tests.screenshots
+	@WEIR_PICTURES=$(CURDIR)/docs/screenshots $(PYTEST) --quiet tests/e2e/test_console_journeys.py
 
 proto: setup-dev ## generate the Python code of the contract and of its clients
 	@$(BIN)/python -m infra.generate_proto

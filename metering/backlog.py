@@ -87,24 +87,36 @@ ORDER BY d.since
 LIMIT {SHOWN_MAX}
 """
 MONTHS_OPEN = f"""
-SELECT 'month_open', min(o.name), to_char(m.month, 'YYYY-MM'), count(*),
-       extract(epoch FROM now() - (m.month + interval '1 month') AT TIME ZONE 'UTC')::float8, ''
-FROM generate_series(1, {MONTHS_BACK}) AS back,
-     LATERAL (
-         SELECT date_trunc('month', now() AT TIME ZONE 'UTC') - make_interval(months => back)
-             AS month
-     ) AS m,
-     organizations o
-WHERE EXISTS (
-          SELECT FROM ledger_transactions
-          WHERE organization_id = o.id AND billing_month = m.month
-      )
+SELECT 'month_open', min(o.name), to_char(used.month, 'YYYY-MM'), count(*),
+       extract(
+           epoch FROM now() - (used.month + interval '1 month') AT TIME ZONE 'UTC'
+       )::float8, ''
+FROM (
+         SELECT o.id AS organization_id, m.month
+         FROM generate_series(1, {MONTHS_BACK}) AS back,
+              LATERAL (
+                  SELECT CAST(
+                      date_trunc('month', now(), 'UTC') AT TIME ZONE 'UTC'
+                      - make_interval(months => back) AS date
+                  ) AS month
+              ) AS m,
+              organizations o
+         WHERE EXISTS (
+             SELECT FROM ledger_transactions
+             WHERE organization_id = o.id AND billing_month = m.month
+         )
+         UNION
+         SELECT organization_id, CAST(date_trunc('month', settled_at, 'UTC') AS date)
+         FROM (SELECT * FROM unrated_usage LIMIT {COUNTED_MAX}) AS u
+     ) AS used
+JOIN organizations o ON o.id = used.organization_id
+WHERE used.month < CAST(date_trunc('month', now(), 'UTC') AT TIME ZONE 'UTC' AS date)
   AND NOT EXISTS (
-          SELECT FROM billing_months
-          WHERE organization_id = o.id AND month = m.month AND state = 'closed'
-      )
-GROUP BY m.month
-ORDER BY m.month
+      SELECT FROM billing_months
+      WHERE organization_id = used.organization_id AND month = used.month AND state = 'closed'
+  )
+GROUP BY used.month
+ORDER BY used.month
 """
 ADJUSTMENTS_WAITING = f"""
 SELECT 'adjustment_waiting', o.name, a.id::text, 1,

@@ -49,7 +49,8 @@ RUNNING = 6  # requests while the pictures are taken
 READY_S = 60.0
 # Text of a page once its data is shown, and its address in the console.
 PAGES = {
-    "overview": ("decode", "#/overview"),
+    "overview": ("Models in the last 15 minutes", "#/overview"),
+    "live": ("decode", "#/live"),
     "usage": ("By day", "#/usage?org=hotel-search"),
     "limits": ("0.01", "#/limits?org=hotel-search"),
     "end-users": ("zoe", "#/end-users?org=hotel-search"),

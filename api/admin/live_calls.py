@@ -67,8 +67,8 @@ class LiveCalls(AuthenticatedServicer):
         async with self._sessions() as session:
             owner = request.organization
             owner_id = (await tenants.find_organization(session, owner)).id if owner else None
-        asked = owner_id, request.page_size or PAGE_SIZE, request.stuck_only
-        return await self._views.read(asked, lambda: self._view(*asked))
+        selection = owner_id, request.page_size or PAGE_SIZE, request.stuck_only
+        return await self._views.read(selection, lambda: self._view(*selection))
 
     async def _view(
         self, owner_id: uuid.UUID | None, page_size: int, stuck_only: bool

@@ -1,46 +1,21 @@
 // Opens every page of the console in Chromium, as tests/e2e/test_console_browser.py asks on stdin, and
-// prints what it finds as JSON: accessibility violations, violations of the policy, errors, requests
-// to other origins, pages that scroll sideways, text that was executed, and texts and buttons by page.
+// prints what it finds as JSON: its faults, and texts and buttons by page.
 
 import { readFileSync } from "node:fs";
-import { createRequire } from "node:module";
-import { chromium } from "playwright-core";
+import { at, checkIn, found, launch, newPage, openIn } from "./chromium.mjs";
 
-const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const asked = JSON.parse(readFileSync(0, "utf8"));
 const { program, url, key = "", link = "", pages, views, pictures = "" } = asked;
 const { journey = false, invites = "", start = "", closes = "", bills = "" } = asked;
-const RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"];
 const DRAWN_MS = 50;
-const LATE_MS = 60_000;
-const found = { axe: [], errors: [], foreign: [], wide: [], executed: [], buttons: {}, texts: {} };
-let where = "sign-in";
+found.buttons = {};
+found.texts = {};
 
-const browser = await chromium.launch({
-  executablePath: program,
-  args: ["--no-sandbox", "--disable-gpu"],
-});
-const context = await browser.newContext({ timezoneId: "Europe/Berlin" });
-context.setDefaultTimeout(LATE_MS);
-await context.grantPermissions(["clipboard-read", "clipboard-write"]);
-await context.addInitScript(() => {
-  window.violations = [];
-  document.addEventListener("securitypolicyviolation", (event) =>
-    window.violations.push(`${event.violatedDirective} ${event.blockedURI} ${event.sample}`),
-  );
-});
-const page = await context.newPage();
-page.on("pageerror", (error) => found.errors.push(`${where}: ${error.message}`));
-page.on("console", (message) => {
-  const isRefusal = /^Failed to load resource: .* 40[01]/.test(message.text()); // asked for below
-  if (message.type() === "error" && !isRefusal) found.errors.push(`${where}: ${message.text()}`);
-});
-page.on("request", (request) => {
-  const isOwn = new URL(request.url()).origin === new URL(url).origin;
-  if (!isOwn && !/^(data|blob):/.test(request.url())) {
-    found.foreign.push(`${where}: ${request.url()}`);
-  }
-});
+const browser = await launch(program);
+const page = await newPage(browser, url);
+const context = page.context();
+const open = (address) => openIn(page, address);
+const check = () => checkIn(page);
 
 if (start) await lookAtSignIn();
 await page.goto(link ? `${url}#/sign-in?link=${link}` : url);
@@ -54,10 +29,10 @@ if (link) {
 }
 await page.getByRole("button", { name: "Sign out" }).waitFor();
 for (const [name, address] of Object.entries(pages)) {
-  where = name;
+  at(name);
   await open(address);
   for (const [width, height, colorScheme] of views) {
-    where = `${name} ${colorScheme} ${width}`;
+    at(`${name} ${colorScheme} ${width}`);
     await page.setViewportSize({ width, height });
     await page.emulateMedia({ colorScheme });
     await page.waitForTimeout(DRAWN_MS);
@@ -79,38 +54,10 @@ if (bills) await billMonth();
 await browser.close();
 process.stdout.write(JSON.stringify(found));
 
-async function open(address) {
-  await page.evaluate((hash) => (location.hash = hash), address);
-  await page.waitForFunction(
-    (hash) =>
-      location.hash === hash &&
-      !/^Loading\.$/m.test(document.querySelector("main")?.innerText ?? "Loading."),
-    address,
-  );
-}
-
-// Find the faults of what is shown.
-async function check() {
-  const violations = await page.evaluate(() => window.violations.splice(0));
-  found.errors.push(...violations.map((each) => `${where}: ${each}`));
-  if (!(await page.evaluate(() => Boolean(window.axe)))) await page.evaluate(axe);
-  const result = await page.evaluate((runOnly) => window.axe.run(document, { runOnly }), RULES);
-  await page.evaluate(() => window.violations.splice(0)); // of axe itself
-  for (const { id, nodes } of result.violations) {
-    found.axe.push(`${where}: ${id}: ${nodes.map((each) => each.html.slice(0, 160)).join(" | ")}`);
-  }
-  const over = await page.evaluate(() => {
-    const { scrollWidth, clientWidth } = document.documentElement;
-    return scrollWidth - clientWidth;
-  });
-  if (over > 0) found.wide.push(`${where}: ${over} px`);
-  if (await page.evaluate(() => Boolean(window.executed))) found.executed.push(where);
-}
-
 // Create a key and end it, set a limit, and chat, with the keyboard where a dialog is open.
 async function make() {
   const dialog = page.getByRole("dialog");
-  where = "create a key";
+  at("create a key");
   await open(pages.keys);
   await page.getByRole("button", { name: "Create a key" }).press("Enter");
   await dialog.getByLabel("Name").fill("made in the browser");
@@ -128,7 +75,7 @@ async function make() {
   await dialog.getByRole("button", { name: "I have stored it" }).press("Enter");
   await dialog.waitFor({ state: "detached" });
   found.keptSecret = (await page.content()).includes(found.secret);
-  where = "revoke a key";
+  at("revoke a key");
   const row = page.getByRole("row", { name: "made in the browser" });
   await row.getByRole("button", { name: "Revoke" }).press("Enter");
   await dialog.getByRole("heading").waitFor();
@@ -142,7 +89,7 @@ async function make() {
   await row.getByRole("button", { name: "Revoke" }).press("Enter");
   await dialog.getByRole("button", { name: "Revoke" }).press("Enter");
   await row.waitFor({ state: "detached" });
-  where = "set a limit";
+  at("set a limit");
   await open(pages.limits);
   await page.getByRole("button", { name: "Set a limit" }).click();
   await dialog.getByLabel("Counts").selectOption("QUOTA_DIMENSION_COST_PICOS_PER_MONTH");
@@ -156,7 +103,7 @@ async function make() {
 }
 
 async function chat() {
-  where = "chat";
+  at("chat");
   await open(pages.playground);
   await page.getByLabel("Most output tokens").fill("20");
   await page.getByRole("button", { name: "Send" }).click();
@@ -217,7 +164,7 @@ async function lookAtSignIn() {
 
 // The dialog that closes an organization, which shows the effects and refuses another name.
 async function lookAtClosing() {
-  where = "close";
+  at("close");
   const dialog = page.getByRole("dialog");
   await open(pages.organizations);
   await page.getByRole("button", { name: `Close ${closes}`, exact: true }).click();
@@ -248,7 +195,7 @@ async function picture(name) {
 // Close the month `bills` with the keyboard, verify it, propose a correction, and approve that of
 // another person, but not that of the same one.
 async function billMonth() {
-  where = "close a month";
+  at("close a month");
   const dialog = page.getByRole("dialog");
   const status = page.locator(".status");
   await open(`${pages.month}&month=${bills}`);
@@ -263,7 +210,7 @@ async function billMonth() {
   await page.getByRole("button", { name: "Verify" }).press("Enter");
   await page.getByText("The ledger reproduces the report").waitFor();
   await check();
-  where = "propose a correction";
+  at("propose a correction");
   await page.getByRole("button", { name: "Propose an adjustment" }).press("Enter");
   await dialog.getByLabel("Amount").fill("a lot");
   await dialog.getByLabel("Reason").fill("overcharged");
@@ -276,7 +223,7 @@ async function billMonth() {
   const own = page.getByRole("row", { name: "overcharged" });
   await own.getByText("Another person approves it").waitFor();
   found.own = await own.innerText();
-  where = "approve a correction";
+  at("approve a correction");
   const row = page.getByRole("row", { name: "by the same person" });
   await row.getByRole("button", { name: /^Approve/ }).press("Enter");
   await dialog.getByRole("button", { name: "Approve" }).press("Enter");
@@ -299,7 +246,7 @@ async function invite() {
   const dialog = page.getByRole("dialog");
   const signOut = page.getByRole("button", { name: "Sign out" });
   found.kept = await page.evaluate(() => JSON.stringify([location.href, { ...sessionStorage }]));
-  where = "switch";
+  at("switch");
   await open(pages.members);
   const button = page.getByRole("button", { name: "Invite a person" });
   await page.getByLabel("Organization").selectOption({ label: asked.organizations[1] });
@@ -312,7 +259,7 @@ async function invite() {
   await open(pages.members);
   await button.waitFor();
   await chat();
-  where = "invite";
+  at("invite");
   await open(pages.members);
   await button.click();
   await dialog.getByLabel("E-mail address").fill("nonsense");
@@ -327,7 +274,7 @@ async function invite() {
   await page.getByRole("cell", { name: invites }).first().waitFor();
   await signOut.click();
   await page.getByLabel("API key").waitFor();
-  where = "accept";
+  at("accept");
   await page.goto(address);
   for (const [width, height, colorScheme] of views) {
     await page.setViewportSize({ width, height });
@@ -339,7 +286,7 @@ async function invite() {
   await page.getByLabel("Your name").fill(asked.name);
   await page.getByRole("button", { name: "Accept and sign in" }).click();
   await signOut.waitFor();
-  where = "as the invited";
+  at("as the invited");
   await open(pages.members);
   await page.getByRole("cell", { name: invites }).first().waitFor();
   await check();

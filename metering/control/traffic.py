@@ -3,8 +3,8 @@
 A row is one model in one step. Steps of three lengths are kept, each for as long as a chart shows
 it, so the table has some hundred rows per model, however many processes and requests there are.
 Every process adds its increments every `SAMPLE_S` seconds, in the order of the key, so that two
-processes do not deadlock. If the answer of a write is lost, its counts may be added twice: charts
-are no bills.
+processes do not deadlock. If the answer of a write is lost, its counts may be added twice: nothing
+is billed by charts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Period(Enum):
 
 
 class Increment(msgspec.Struct, frozen=True):
-    """What a process adds for one model.
+    """Counts that a process adds for one model.
 
     `counts` are as in `Counts`. `running` and `waiting` are the present numbers of requests. The
     lists of buckets have the bounds of the histograms of `api/observability/observer.py`. `errors`

@@ -170,7 +170,8 @@ async def _acts_of_secret(session: AsyncSession, key: str, secret_hash: bytes) -
         return acts
     now = await database_now(session)
     superseded = await session.get(SupersededSecret, secret_hash) if secret_hash else None
-    is_valid = (present.secret_hash or b"") == secret_hash or (
+    # A bound key has no secret: `secret_hash` is that of the session, which the call has checked.
+    is_valid = present.secret_hash in (None, secret_hash) or (
         superseded is not None and superseded.api_key_id == key_id and superseded.expires_at > now
     )
     is_expired = present.expires_at is not None and present.expires_at <= now

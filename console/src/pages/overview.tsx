@@ -146,8 +146,8 @@ function Operator() {
                 traffic={valueOf(traffic)}
               />
               <Attention concerns={valueOf(concerns)} replicas={valueOf(replicas)} />
+              <Organizations all={valueOf(live).organizations ?? []} />
               <Trend of={valueOf(traffic)} />
-              <Organizations all={(valueOf(live).organizations ?? []).slice()} />
               <ModelHealth traffic={valueOf(traffic)} replicas={valueOf(replicas)} />
               <Alerts all={valueOf(alerts).alerts ?? []} />
               <AsOf />
@@ -234,13 +234,14 @@ const PAGE_OF: Partial<Record<ConcernKindJson, string>> = {
   CONCERN_KIND_EXPORT_LATE: "reconciliation",
   CONCERN_KIND_WEBHOOK_FAILING: "alerts",
   CONCERN_KIND_MONTH_OPEN: "month",
-  CONCERN_KIND_ADJUSTMENT_WAITING: "reconciliation",
+  CONCERN_KIND_ADJUSTMENT_WAITING: "month",
   CONCERN_KIND_HOLDS_OVERDUE: "live",
 };
 
 function addressOfConcern({ kind, organizationName: org = "", subject = "" }: ConcernJson): string {
   const page = PAGE_OF[kind ?? "CONCERN_KIND_UNSPECIFIED"];
-  return page ? addressOf(page, { org, month: page === "month" ? subject : "" }) : "";
+  const month = kind === "CONCERN_KIND_MONTH_OPEN" ? subject : "";
+  return page ? addressOf(page, { org, month }) : "";
 }
 
 function Attention({
@@ -487,7 +488,9 @@ function Customer() {
 // What to do before the first request of the month.
 function FirstSteps({ keys }: { keys: Bought["keys"] }) {
   const view = useView();
-  const hasKey = keys !== null && (valueOf(keys).apiKeys ?? []).some((each) => !each.revokeTime);
+  const hasKey =
+    keys !== null &&
+    (valueOf(keys).apiKeys ?? []).some((each) => !each.revokeTime && !each.isBound);
   const steps: [string, string, boolean][] = [
     [t.stepKey, view.may("AdminService/CreateApiKey") ? addressOf("keys", {}) : "", hasKey],
     [t.stepTry, view.may(MODELS) ? addressOf("playground", {}) : "", false],
