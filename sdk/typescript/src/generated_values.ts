@@ -2201,7 +2201,7 @@ export interface ProvisionedGroup {
   readonly projectName: string;
 }
 
-/** What was erased, or would be. */
+/** Result of an erasure, or of its dry run. */
 export interface ErasedPerson {
   /** UUID of the person, which stays. */
   readonly personId: string;
