@@ -107,7 +107,7 @@ def on_behalf(token: TokenTerms | None, start: Start) -> Start:
     wrong.raise_if_any()
     end_user = token.end_user or start.end_user
     digest = start.payload_hash
-    if token.end_user:  # another end user repeats the request of nobody
+    if token.end_user:  # the same payload of another end user is another request
         digest = payload_hash(digest + token.end_user.encode())
     if isinstance(start, ValidStart):
         return structs.replace(start, payload_hash=digest, end_user=end_user, labels=labels)
