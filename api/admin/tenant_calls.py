@@ -31,7 +31,6 @@ from metering.core.models import (
     QuotaKey,
     QuotaSubject,
     QuotaTerms,
-    Suspension,
     values_of,
 )
 from metering.invoicing.documents import check_shown

@@ -105,7 +105,7 @@ from metering.tenants.token_issuers import (
     checked_issuer,
     create_token_issuer,
     delete_token_issuer,
-    list_token_issuers,
+    all_token_issuers,
     projects_of,
 )
 
@@ -582,7 +582,7 @@ class Attempts:
         """Trust issuers, change the terms of their bound keys, and trust others no more."""
         named = [(each.issuer, each.audience) for each in desired.token_issuers]
         self._check_names(path, "audience", named)
-        records = await list_token_issuers(self.session, organization=str(owner.id))
+        records = await all_token_issuers(self.session, organization=str(owner.id))
         left = {
             (spec.issuer, spec.audience): (spec, record)
             for spec, record in await issuer_specs(self.session, records)
@@ -1277,7 +1277,7 @@ async def present_state(session: AsyncSession, *, organization: str | None = Non
         resale[price.organization_id].append(stated)
     members = await present_members(session, ids)
     issuers: dict[uuid.UUID, list[IssuerSpec]] = defaultdict(list)
-    records = await list_token_issuers(session, organization=organization)
+    records = await all_token_issuers(session, organization=organization)
     for issuer, record in await issuer_specs(session, records):
         issuers[record.organization_id].append(issuer)
     specs = (

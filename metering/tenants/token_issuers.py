@@ -257,15 +257,30 @@ async def list_token_issuers(
 
     Returns the token of the next page too. Raises: NotFound, InvalidValue.
     """
-    query = select(TokenIssuer.id).where(TokenIssuer.removed_at.is_(None))
-    if organization:
-        owner = await find_organization(session, organization)
-        query = query.where(TokenIssuer.organization_id == owner.id)
+    query = await _select_ids(session, organization)
     sorting = SortKey(TokenIssuer.created_at, utc_time), SortKey(TokenIssuer.id, uuid.UUID)
     rows, following = await page_of(
         session, query, *sorting, page_size=page_size, page_token=page_token, latest_first=True
     )
     return await _records(session, [each for (each,) in rows]), following
+
+
+async def all_token_issuers(
+    session: AsyncSession, *, organization: str | None = None
+) -> list[IssuerRecord]:
+    """List the trusted issuers, the newest first. Raises: NotFound."""
+    ids = await session.scalars(await _select_ids(session, organization))
+    return await _records(session, ids.all())
+
+
+async def _select_ids(
+    session: AsyncSession, organization: str | None
+) -> Select[tuple[uuid.UUID]]:
+    query = select(TokenIssuer.id).where(TokenIssuer.removed_at.is_(None))
+    if not organization:
+        return query
+    owner = await find_organization(session, organization)
+    return query.where(TokenIssuer.organization_id == owner.id)
 
 
 async def _records(session: AsyncSession, ids: Collection[uuid.UUID]) -> list[IssuerRecord]:

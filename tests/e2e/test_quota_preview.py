@@ -110,7 +110,7 @@ async def test_a_preview_names_what_it_cannot_take(service: Service, free: Tenan
     limit = (Dimension.REQUESTS_PER_DAY, 5)
     async with AsyncAdminClient(service.address, free.secret) as admin:
         before = (
-            await admin.list_quotas(free.name),
+            [quota async for quota in admin.list_quotas(free.name)],
             len([e async for e in admin.list_audit_entries()]),
         )
         await preview(admin, free, limit)
@@ -121,7 +121,7 @@ async def test_a_preview_names_what_it_cannot_take(service: Service, free: Tenan
         with pytest.raises(NotFound):
             await preview(admin, free, limit, model="nothing")
         after = (
-            await admin.list_quotas(free.name),
+            [quota async for quota in admin.list_quotas(free.name)],
             len([e async for e in admin.list_audit_entries()]),
         )
 
