@@ -452,7 +452,7 @@ BORDERS = (
             *("bench/http_api_load.py", "bench/hostile_upstream.py", "bench/service.py"),
             "bench/pool.py",
         ),
-        why="only OpenAI's API, console, metrics, webhooks, engines, launchers and Kubernetes use HTTP",
+        why="only OpenAI's API, console, metrics, webhooks, engines and Kubernetes use HTTP",
     ),
     Border(
         ("joserfc",),
