@@ -448,7 +448,7 @@ BORDERS = (
             "metering/export/stripe_inbox.py",
             "inference/adapters/remote_http.py",
             "inference/adapters/remote_http_connection.py",
-            "inference/launchers/http.py",
+            *("inference/launchers/http.py", "api/fleet/endpoint_slices.py"),
             *("bench/http_api_load.py", "bench/hostile_upstream.py", "bench/service.py"),
             "bench/pool.py",
         ),
