@@ -26,7 +26,7 @@ from tests.service import Service, Tenant
 
 BROWSER_WAIT_S = 240.0
 PAGES = (
-    *("overview", "playground", "requests", "usage", "end-users", "keys", "limits"),
+    *("overview", "live", "playground", "requests", "usage", "end-users", "keys", "limits"),
     *(
         "members",
         "persons",
