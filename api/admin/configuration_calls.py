@@ -261,7 +261,7 @@ def stated_terms(
 ) -> dict[str, Any]:
     """Read the terms of a limit that a message states, by name."""
     terms = wire.stated_terms(message, QuotaTerms)
-    if "alert_at" in terms:
+    if not isinstance(message, pb.PreviewQuotaRequest) and "alert_at" in terms:
         terms["alert_at"] = tuple(message.alert_at.values[: THRESHOLDS_MAX + 1])
     return terms
 

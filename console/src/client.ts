@@ -88,6 +88,7 @@ const TIMEOUT_MS = 40_000; // reports may take 30 s
 // Calls that read months of usage.
 const LONG_TIMEOUT_MS = 310_000;
 const LONG = new Set<Name>([
+  "AdminService/PreviewQuota",
   "AdminService/SimulatePrices",
   "BillingService/CloseMonth",
   "BillingService/VerifyMonth",

@@ -133,6 +133,13 @@ export function percentOf(used: Whole, held: Whole, limit: Whole): string {
   return whole(limit) > 0n ? count(((whole(used) + whole(held)) * 100n) / whole(limit)) : "100";
 }
 
+// Change from one amount to another in percent, to a tenth, rounded toward zero; a dash from 0.
+export function percentChange(before: bigint, after: bigint): string {
+  if (before === 0n) return after === 0n ? "0.0" : "\u2014";
+  const tenths = ((after - before) * 1000n) / (before < 0n ? -before : before);
+  return `${tenths > 0n ? "+" : ""}${decimal(tenths, 1, 1)}`;
+}
+
 // Milliseconds: 0.4 ms, 12.3 ms, 1,234 ms.
 export function milliseconds(value: Float): string {
   const number = Number(value ?? 0);

@@ -68,6 +68,8 @@ const en = {
   secretDone: "I have stored it",
   notAnAmount: (entered: string) =>
     `Enter an amount such as 5 or 0.25, with at most 12 decimals, not "${entered}".`,
+  notAPrice: (entered: string) =>
+    `Enter a price such as 0.15, with at most 6 decimals, not "${entered}".`,
   notATime: "Enter a day and a time.",
   tokens: {
     unit: "tokens",
@@ -530,6 +532,27 @@ const en = {
     forNewKeysHelp: "Each key created from now on gets its own copy; nothing else is limited.",
     enforced: "Refuse requests",
     enforcedHelp: "Without it, the limit counts and reports what it would have refused.",
+    preview: "Preview on past requests",
+    previewed: "Requests of",
+    lastDays: (days: number) => (days === 1 ? "the last day" : `the last ${days} days`),
+    noPast: "Keys that do not exist yet have no past: leave this out of a preview.",
+    previewOf: (refused: string, all: string, shortened: string) =>
+      `${refused} of ${all} requests would have been refused, and ${shortened} would have ended ` +
+      "early.",
+    firstRefusal: "First refusal:",
+    byDay: "By day",
+    byMember: "Most refused",
+    member: "Of",
+    members: (refused: string, all: string) => `${refused} of ${all} would have met the limit.`,
+    day: "Day (UTC)",
+    requestsOf: "Requests",
+    refused: "Refused",
+    shortened: "Ended early",
+    noRequests: "No requests in this time.",
+    notRecorded:
+      "The recorded requests were admitted again, by the rules of admissions. Requests that were " +
+      "refused before are not recorded: a limit above one that refuses them shows no more of " +
+      "them. Whether clients would have tried again is not known either.",
     override: "Override",
     overrideTitle: (what: string) => `Raise ${what} for a time`,
     overrideExplanation: (limit: string, unit: string) =>
@@ -716,6 +739,13 @@ const en = {
     lastUsed: "Last used",
     firstUsed: "First used",
     lastUsedOn: (day: string) => `, last used on ${day} (UTC). Id`,
+    erase: "Erase the name",
+    eraseTitle: (name: string) => `Erase the name ${name}?`,
+    eraseExplanation:
+      "Its limits end, and labels with this value are removed from all requests. Its usage stays " +
+      "in every sum, without a name. You cannot undo this.",
+    erasedWith: (limits: string, requests: string) =>
+      `The name is erased: ${limits} limits ended, ${requests} requests lost a label.`,
     erased: "(erased)",
     percentOf: (percent: string, dimension: string, model: string) =>
       `${percent} % of ${dimension}${model && ` on ${model}`}`,
@@ -873,6 +903,30 @@ const en = {
     monthsOpen: (months: string) => `Months that you still have to close: ${months}`,
     unbilled: (amount: string) => `Not billed yet: ${amount}`,
     creditLeft: (amount: string) => `Prepaid credit: ${amount}`,
+    administrationOf: (name: string) => `Billing and data of ${name}`,
+    billingProfile: "Change the billing profile",
+    billingTitle: (name: string) => `Billing profile of ${name}`,
+    billingExplanation:
+      "The addressee of its documents from the next close on. Closed months keep theirs.",
+    billingIsSet: (name: string) => `The billing profile of ${name} is changed.`,
+    profile: {
+      legal_name: "Registered name",
+      address_line1: "Street and number",
+      address_line2: "Building, floor or department",
+      postal_code: "Postal code",
+      city: "City",
+      state: "State or region",
+      country: "Country, such as DE",
+      tax_id: "Tax ID",
+      emails: "E-mail addresses, separated by commas",
+      language: "Language, such as de",
+    },
+    weight: "Weight in the queue",
+    weightTitle: (name: string) => `Weight of ${name} in the fair queue`,
+    weightExplanation: "With 2, it gets twice the share of an organization with 1 while both wait.",
+    weightHelp: "0.01 to 100, with at most 3 decimals.",
+    weightIsSet: (name: string) => `The weight of ${name} is changed.`,
+    exportAll: "Export everything",
     projectsOf: (name: string) => `Projects of ${name}`,
     noProjects: "There is no project yet. Keys belong to projects.",
     createProject: "Create a project",
@@ -1013,6 +1067,84 @@ const en = {
     allowance: (count: string, kind: string, model: string) =>
       `${count} ${kind} tokens${model && ` of ${model}`}`,
     noPlans: "There is no plan.",
+  },
+  priceChanges: {
+    set: "Set a price",
+    setExplanation:
+      "A new version of the price. Requests that start from its beginning on cost it; past ones " +
+      "keep theirs. Simulate it on a past month first.",
+    whose: "For",
+    list: "all organizations (list price)",
+    own: (name: string) => `${name} alone (own price)`,
+    perMillion: (kind: string, currency: string) => `${kind}, ${currency} per million tokens`,
+    thinkingHelp: "Empty: as output.",
+    unchanged: "Empty: unchanged.",
+    batch: "Batch price, as a share of these",
+    batchHelp: "Such as 0.5. Empty: unchanged.",
+    notAShare: (entered: string) =>
+      `Enter a share such as 0.5, with at most 3 decimals, not "${entered}".`,
+    from: "From (your time zone)",
+    fromHelp: "Empty: now.",
+    isSet: (version: string) => `The price is set: version ${version}.`,
+    simulate: "Simulate on a past month",
+    noUsage: (month: string) => `No usage in ${month}: nothing would have changed.`,
+    summary: (month: string, changed: string, all: string) =>
+      `In ${month}, ${changed} of ${all} organizations would have paid another amount. Both ` +
+      "sides have usage and plan, without adjustments, credit and rounding.",
+    byModel: "By model",
+    byOrganization: "By organization",
+    allModels: "plan lines of all models",
+    tokens: "Tokens",
+    paid: (currency: string) => `Paid, ${currency}`,
+    wouldPay: (currency: string) => `Would pay, ${currency}`,
+    difference: (currency: string) => `Difference, ${currency}`,
+    percent: "%",
+    withdraw: "Withdraw",
+    withdrawTitle: (model: string, name: string) => `End the own price of ${name} for ${model}?`,
+    withdrawExplanation: "The list price applies from then on, in all tiers.",
+    isWithdrawn: (model: string) => `The list price of ${model} applies again.`,
+    amountIn: (currency: string) => `Amount, ${currency}`,
+    firstMonth: "First month (UTC)",
+    lastMonth: "Last month (UTC)",
+    thisMonth: "Such as 2026-12. Empty: this month.",
+    reason: "Reason",
+    reasonHelp: "Recorded in the ledger.",
+    grant: "Grant credit",
+    grantTitle: (name: string) => `Grant credit to ${name}`,
+    isGranted: (amount: string) => `${amount} are granted.`,
+    prepaid: "Make prepaid",
+    prepaidTitle: (name: string) => `Admit requests of ${name} only within its credit?`,
+    prepaidExplanation: "Requests beyond the credit are refused, exactly, from now on.",
+    isPrepaid: (name: string) => `${name} is prepaid.`,
+    arrears: "Bill in arrears",
+    arrearsTitle: (name: string) => `Bill ${name} in arrears again?`,
+    arrearsExplanation: "Requests no longer need credit. Credit that is left still pays the bill.",
+    isInArrears: (name: string) => `${name} is billed in arrears.`,
+    assign: "Assign a plan",
+    assignTitle: (name: string) => `Plan of ${name}`,
+    assignExplanation: "The latest version of the plan applies from the first month on.",
+    plan: "Plan",
+    noPlan: "no plan",
+    isAssigned: (name: string, plan: string, month: string) =>
+      plan
+        ? `${name} has the plan ${plan} from ${month} on.`
+        : `${name} has no plan from ${month} on.`,
+    createPlan: "Create a plan",
+    createPlanExplanation:
+      "Or its next version: customers keep the version that they were assigned. Prices that fall " +
+      "with volume are set with weir plan create FILE.",
+    planName: "Name",
+    planNameHelp: "Lower-case letters, digits and hyphens.",
+    commitment: (currency: string) => `Minimum of each month, ${currency}`,
+    commitmentHelp: "Empty: none.",
+    included: "Free tokens of each month",
+    includedHelp: "Empty: none.",
+    includedKind: "Kind of the free tokens",
+    allKinds: "all kinds",
+    includedModel: "Model of the free tokens",
+    includedModelHelp: "Empty: all models.",
+    isCreated: (plan: string, existed: boolean) =>
+      existed ? `${plan} has these rules already.` : `${plan} is created.`,
   },
   alerts: {
     webhook: "Webhook",

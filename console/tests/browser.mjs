@@ -6,7 +6,7 @@ import { at, checkIn, found, launch, newPage, openIn } from "./chromium.mjs";
 
 const asked = JSON.parse(readFileSync(0, "utf8"));
 const { program, url, key = "", link = "", pages, views, pictures = "" } = asked;
-const { journey = false, invites = "", start = "", closes = "", bills = "" } = asked;
+const { journey = false, invites = "", start = "", closes = "", bills = "", prices = "" } = asked;
 const DRAWN_MS = 50;
 found.buttons = {};
 found.texts = {};
@@ -51,6 +51,7 @@ if (journey) await make();
 if (invites) await invite();
 if (closes) await lookAtClosing();
 if (bills) await billMonth();
+if (prices) await tryChanges();
 await browser.close();
 process.stdout.write(JSON.stringify(found));
 
@@ -238,6 +239,44 @@ async function billMonth() {
   found.approved = await status.innerText();
   await check();
   await picture("closed-month");
+}
+
+// Simulate a price of the model `prices` on the last month and set it; preview a limit.
+async function tryChanges() {
+  const dialog = page.getByRole("dialog");
+  where = "simulate a price";
+  await open(pages.prices);
+  await page.getByRole("button", { name: "Set a price" }).press("Enter");
+  await dialog.getByLabel("Model", { exact: true }).fill(prices);
+  await dialog.getByLabel("For", { exact: true }).selectOption({ index: 1 });
+  await dialog.getByLabel("Input, USD per million tokens").fill("1.0000001");
+  await dialog.getByLabel("Cached, USD per million tokens").fill("0");
+  await dialog.getByLabel("Output, USD per million tokens").fill("0");
+  const simulate = dialog.getByRole("button", { name: "Simulate on a past month" });
+  await simulate.press("Enter");
+  await dialog.locator(".error", { hasText: "1.0000001" }).waitFor();
+  await dialog.getByLabel("Input, USD per million tokens").fill("0.150001");
+  await simulate.press("Enter");
+  await dialog.getByText("would have paid another amount").waitFor();
+  await check();
+  await picture("simulated-price");
+  found.simulated = await dialog.innerText();
+  await dialog.getByRole("button", { name: "Set a price" }).press("Enter");
+  await dialog.waitFor({ state: "detached" });
+  const row = page.getByRole("row", { name: prices }).first();
+  await row.getByText("own price").waitFor();
+  found.price = await row.innerText();
+  where = "preview a limit";
+  await open(pages.limits);
+  await page.getByRole("button", { name: "Set a limit" }).press("Enter");
+  await dialog.getByLabel("Counts").selectOption("QUOTA_DIMENSION_REQUESTS_PER_MONTH");
+  await dialog.getByLabel("Limit", { exact: true }).fill("0");
+  await dialog.getByLabel("Requests of").selectOption({ label: "the last 30 days" });
+  await dialog.getByRole("button", { name: "Preview on past requests" }).press("Enter");
+  await dialog.getByText("requests would have been refused").waitFor();
+  await check();
+  await picture("previewed-limit");
+  found.previewed = await dialog.innerText();
 }
 
 // Chat, invite a person and sign out; then accept as that person, whose name is markup; see the

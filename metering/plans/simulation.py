@@ -184,8 +184,10 @@ def repriced(
 def model_amounts(rules: PlanRules, usage: Sequence[MonthUsage]) -> Counter[str]:
     """Compute a month's amounts by model, including plan lines; "" for those of all models."""
     amounts: Counter[str] = Counter()
-    for each in (*usage, *plan_lines(rules, usage)):
-        amounts[each.model] += each.amount_picos
+    for row in usage:
+        amounts[row.model] += row.amount_picos
+    for line in plan_lines(rules, usage):
+        amounts[line.model] += line.amount_picos
     return amounts
 
 

@@ -135,7 +135,7 @@ class Previewed:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What a limit would have refused from `starts_at` to `ends_at`.
+    """Requests from `starts_at` to `ends_at`, and those that the limit would have refused.
 
     `members` are the most refused ones of a selector, at most `MEMBERS_MAX`.
     """

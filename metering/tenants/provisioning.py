@@ -30,7 +30,7 @@ from metering.core.models import (
     ScimUser,
     record_of,
 )
-from metering.core.pages import check_page_size, page_values
+from metering.core.pages import PAGE_SIZE, check_page_size, page_values
 from metering.core.pages import page_token as token_of
 from metering.tenants.invitations import project_for_member
 from metering.tenants.key_groups import lock_groups
@@ -38,7 +38,6 @@ from metering.tenants.key_terms import ROLES
 from metering.tenants.members import (
     DEVELOPER,
     OPERATOR,
-    PAGE_SIZE,
     MemberRecord,
     add_member,
     change_role,

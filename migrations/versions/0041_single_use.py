@@ -5,7 +5,7 @@ from __future__ import annotations
 from alembic import op
 
 revision = "0041"
-down_revision = "0039"
+down_revision = "0040"
 branch_labels = None
 depends_on = None
 

@@ -49,7 +49,7 @@ def test_weights_watching_and_limits_for_new_keys_are_sent(weir: Run, server: Sc
 
 
 def test_a_limit_is_previewed_instead_of_set(weir: Run, server: ScriptedWeir) -> None:
-    counts = {"request_count": 1200, "refused_count": 30, "shortened_count": 2}
+    counts: dict[str, Any] = {"request_count": 1200, "refused_count": 30, "shortened_count": 2}
     server.accounts.replies["PreviewQuota"] = admin_pb.PreviewQuotaResponse(
         **counts,
         days=[admin_pb.PreviewedDay(day="2026-11-20", **counts)],

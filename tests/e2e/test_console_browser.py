@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import uuid
 from collections.abc import AsyncIterator
@@ -50,10 +51,14 @@ CHANGES = {
     "members": {"Invite a person", "Create a service account"},
     "organizations": {
         *("Create an organization", "Rename", "Bind to a region", "Suspend", "Close"),
-        "Create a project",
+        *("Create a project", "Change the billing profile", "Weight in the queue"),
+        "Export everything",
     },
     "alerts": {"Set the webhook", "Test", "Remove"},
     "month": {"Propose an adjustment"},
+    "prices": {
+        *("Set a price", "Grant credit", "Make prepaid", "Assign a plan", "Create a plan"),
+    },
     "fleet": {"Drain"},
 }
 ALL = {button for buttons in CHANGES.values() for button in buttons} | {"End", "Undrain", "Resume"}
@@ -207,6 +212,42 @@ async def test_two_persons_close_and_correct_a_month(service: Service) -> None:
     assert [row["action"] for row in service.database.rows(left, admin.key.prefix)] == [
         *("month.close", "adjustment.create", "adjustment.approve"),
     ]
+
+
+async def test_prices_and_limits_are_tried_before_they_apply(service: Service) -> None:
+    admin = await service.tenant(scopes=("admin", "billing"))
+    customer = await service.tenant()
+    model = f"m-{uuid.uuid4()}"
+    settled_at = datetime.now(UTC).replace(day=1) - timedelta(days=3)
+    async with service.session() as session:
+        price = await new_price(session, model)
+        buyer = Customer(customer.organization_id, customer.name, customer.key, customer.secret)
+        used = [
+            Consumed(1_000_000, settled_at=each)
+            for each in (settled_at, settled_at, datetime.now(UTC) - timedelta(minutes=1))
+        ]
+        await add_usage(session, buyer, price, used)
+
+    found = await browsed(
+        service,
+        admin.secret,
+        customer.name,
+        views=[(*WIDE, "light")],
+        pages={name: f"#/{name}?org={customer.name}" for name in ("prices", "limits")},
+        prices=model,
+    )
+
+    assert faults(found) == {}
+    assert "1 of 1 organizations would have paid another amount" in found["simulated"]
+    for amount in ("2,000,000", "0.300000", "0.300002", "0.000002"):
+        assert amount in found["simulated"], amount
+    assert "0.150001" in found["price"]
+    assert "0.150000" not in found["price"], "no price is shown rounded"
+    assert re.search(r"^([123]) of \1 requests would have been refused", found["previewed"], re.M)
+    made = "SELECT action FROM audit_log WHERE actor = %s ORDER BY id"
+    assert [row["action"] for row in service.database.rows(made, admin.key.prefix)] == [
+        "price.set"
+    ], "a simulation and a preview change nothing"
 
 
 async def test_a_member_signs_in_with_a_link_and_invites_another(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from weir_client import (
     AsyncAdminClient,
@@ -53,7 +55,7 @@ async def run(service: Service, tenant: Tenant) -> tuple[int, int]:
 
 
 async def preview(
-    admin: AsyncAdminClient, tenant: Tenant, limit: tuple[Dimension, int], **terms: object
+    admin: AsyncAdminClient, tenant: Tenant, limit: tuple[Dimension, int], **terms: Any
 ) -> QuotaPreview:
     dimension = QuotaDimension(limit[0].spelling)
     subject = QuotaSubject.ORGANIZATION
@@ -62,7 +64,7 @@ async def preview(
 
 @pytest.fixture
 async def free(service: Service) -> Tenant:
-    """Return a customer without limits, who has sent the requests."""
+    """Return a customer without limits, after it has sent the requests."""
     tenant = await service.tenant(scopes=("admin", "inference"))
     assert await run(service, tenant) == (0, 0)
     await service.no_hold_left(tenant)

@@ -35,7 +35,7 @@ DIMENSIONS: list[tuple[QuotaDimension, int]] = [
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Recorded:
     """A request: its time, input, leased and delivered output, and how long it runs."""
 
     at: datetime
@@ -72,13 +72,13 @@ class Asked:
         )
 
 
-def some_requests(chance: random.Random, count: int) -> list[Asked]:
+def some_requests(chance: random.Random, count: int) -> list[Recorded]:
     at, requests = START, []
     for _ in range(count):
         at += timedelta(seconds=chance.choice((0.5, 3, 20, 61, 400)))
         leased = chance.randint(1, 16)
         requests.append(
-            Asked(
+            Recorded(
                 at,
                 chance.randint(1, 30),
                 leased,
@@ -112,10 +112,14 @@ def amount(dimension: QuotaDimension, sent: int, output: int) -> int:
 
 
 def expected(
-    requests: Sequence[Asked], dimension: QuotaDimension, minutes: int, limit: int, since: datetime
+    requests: Sequence[Recorded],
+    dimension: QuotaDimension,
+    minutes: int,
+    limit: int,
+    since: datetime,
 ) -> list[datetime]:
     """Return the times of the refused requests, adding up all charges for each request."""
-    charged: list[tuple[Asked, int]] = []
+    charged: list[tuple[Recorded, int]] = []
     refused = []
     for each in requests:
         first, _ = window_of(dimension, minutes, each.at)
@@ -153,9 +157,9 @@ def test_a_replay_refuses_as_the_sums_of_each_window_do(
         rule = QuotaRule(
             uuid.uuid4(), subject, uuid.uuid4(), "", dimension, limit, window_minutes=minutes
         )
-        # A reduced lease is never extended: what was delivered is at most what fits.
+        # A reduced lease is never extended: no output is longer than the smallest one.
         fitting = [
-            Asked(each.at, each.sent, each.leased, min(each.output, 1), each.lasting)
+            Recorded(each.at, each.sent, each.leased, min(each.output, 1), each.lasting)
             for each in requests
         ]
         replay = Replay(rule, since, SLICES, {(1, False): PRICES})
@@ -195,7 +199,7 @@ def replayed(dimension: QuotaDimension, limit: int, *, output: int) -> Replay:
     replay = Replay(rule, START, SLICES, {(1, False): PRICES})
     times = (START + timedelta(seconds=each) for each in (0, 1, 30))
     for at in times:
-        replay.admit(Asked(at, 4, 16, output, timedelta(seconds=10)).row)
+        replay.admit(Recorded(at, 4, 16, output, timedelta(seconds=10)).row)
     replay.pass_to(START + timedelta(hours=1))
     return replay
 
@@ -220,16 +224,16 @@ def test_old_counters_are_forgotten() -> None:
     replay = Replay(rule, START, SLICES, {(1, False): PRICES})
     for minute in range(1000):
         at = START + timedelta(minutes=minute)
-        replay.admit(Asked(at, 1, 1, 1, timedelta(seconds=90)).row)
+        replay.admit(Recorded(at, 1, 1, 1, timedelta(seconds=90)).row)
 
     assert len(replay._counters.rows) < 12
     assert len(replay._due) < 5
 
 
-def test_an_extended_request_counts_in_the_minutes_in_which_it_asked_for_more() -> None:
+def test_an_extended_request_counts_in_the_minutes_of_its_extensions() -> None:
     """14 tokens of output were posted in the first minute, 26 in the third, and 5 were left."""
     later, ends_at = START + timedelta(minutes=2, seconds=30), START + timedelta(minutes=9)
-    row = Asked(START, 4, 48, 45, ends_at - START).row
+    row = Recorded(START, 4, 48, 45, ends_at - START).row
     first_minute = int(START.timestamp()) // 60
     row.charged_at, row.posted_token_count = later, 4 + 40
     row.posted_minutes = [first_minute, 4 + 14]
@@ -249,7 +253,6 @@ def test_an_extended_request_counts_in_the_minutes_in_which_it_asked_for_more() 
     replay.pass_to(ends_at)
 
     assert held == 4 + 16, "the first slice"
-    [(key, counter)] = replay._counters.rows.items()
-    assert key[1] == later.replace(second=0)
-    assert (counter.used, counter.held) == (26 + 5, 0)
+    counted = {key[1]: (row.used, row.held) for key, row in replay._counters.rows.items()}
+    assert counted[later.replace(second=0)] == (26 + 5, 0)
     assert first.used == 4 + 14

@@ -64,8 +64,10 @@ async def test_the_actual_side_of_each_model_is_that_of_the_bill(sessions: Sessi
         [simulated] = await simulate(session, month=MONTH)
 
     billed: Counter[str] = Counter()
-    for each in (*report.lines, *report.charges):
-        billed[each.model] += each.amount_picos
+    for line in report.lines:
+        billed[line.model] += line.amount_picos
+    for charge in report.charges:
+        billed[charge.model] += charge.amount_picos
     assert {each.model: each.old_picos for each in simulated.models} == dict(billed)
     assert [each.model for each in simulated.models] == ["chat", "code", ""]
     assert simulated.old_picos == report.total_picos == 5 * 10**12

@@ -46,6 +46,7 @@ import { text } from "../texts.js";
 import { Show, tried, useLoaded, useView } from "../view.js";
 import type { Caller, Page, Tried, View } from "../view.js";
 import { alertColumns } from "./alerts.js";
+import { Action } from "../parts/actions.js";
 import { limitColumns } from "./limits.js";
 import { RequestTable } from "./requests.js";
 import {
@@ -277,6 +278,23 @@ function One() {
               {t.firstUsed} <Time of={user.createTime} />
               {t.lastUsedOn(user.lastUseDay ?? "")} <Id of={user.endUserId} />
             </Note>
+            {user.state !== "END_USER_STATE_ERASED" && (
+              <div className="buttons">
+                <Action
+                  call="AdminService/EraseEndUser"
+                  label={t.erase}
+                  title={t.eraseTitle(user.name ?? "")}
+                  explanation={t.eraseExplanation}
+                  act={t.erase}
+                  isDanger
+                  request={() => ({ organization: chosen.ref, endUser: user.name ?? "" })}
+                  done={({ limitCount, labelledRequestCount }) =>
+                    t.erasedWith(count(limitCount), count(labelledRequestCount))
+                  }
+                  changed={found.reload}
+                />
+              </div>
+            )}
             {user.state === "END_USER_STATE_ERASED" && <Remark kind="warning">{t.isErased}</Remark>}
             <div className="controls">
               <PeriodChoice of={period} />

@@ -1,14 +1,20 @@
 // Limits with their used, held and remaining amounts, reset times and owners; set, override, remove.
 
-import type { ApiKeyJson } from "../gen/weir/v1/admin_service_pb.js";
+import type {
+  ApiKeyJson,
+  PreviewQuotaResponseJson,
+  PreviewedDayJson,
+  PreviewedMemberJson,
+} from "../gen/weir/v1/admin_service_pb.js";
 import type {
   QuotaDimensionJson,
   QuotaStatusJson,
   QuotaSubjectJson,
 } from "../gen/weir/v1/types_pb.js";
+import { call } from "../client.js";
 import { count, dimensionWords, isMoney, limitValue, secondsOf, wait, words } from "../format.js";
-import { Action, exactly, digits, timeOf } from "../parts/actions.js";
-import type { Asked } from "../parts/actions.js";
+import { Action, Unusable, exactly, digits, timeOf } from "../parts/actions.js";
+import type { Asked, Outcome, Values } from "../parts/actions.js";
 import { AsOf, Badge, Choice, Command, Name, Note, Time } from "../parts/basics.js";
 import { OrganizationChoice, organizationOf } from "../parts/choices.js";
 import type { Chosen } from "../parts/choices.js";
@@ -22,7 +28,10 @@ import type { Page, View } from "../view.js";
 const LIST = "AdminService/ListQuotas";
 const KEYS_MAX = 100; // to choose from; the page Keys leads to the others
 const OWN = "InferenceService/GetQuota";
+const PREVIEW = "AdminService/PreviewQuota";
 const EVERY_MS = 5000;
+const DAY_MS = 86_400_000;
+const DAYS = [7, 1, 14, 30]; // of a preview
 const COUNTED = ["REQUESTS", "TOKENS", "INPUT_TOKENS", "OUTPUT_TOKENS", "COST_PICOS"];
 const WINDOWS = ["MINUTE", "HOUR", "DAY", "WEEK", "MONTH", "WINDOW", "LIFETIME"];
 const DIMENSIONS = [
@@ -161,6 +170,19 @@ function SetLimit({
   apiKey: string;
   reload: () => void;
 }) {
+  const limitOf = (values: Values) => ({
+    subject: values["subject"] as QuotaSubjectJson,
+    subjectRef: refOf(values["subject"], values["subject_ref"] ?? "", chosen.ref),
+    dimension: values["dimension"] as QuotaDimensionJson,
+    limitValue: valueOf(values["dimension"], values["limit_value"]),
+    ...(values["window_minutes"]
+      ? { windowMinutes: Number(digits(values["window_minutes"])) }
+      : {}),
+    model: values["model"] ?? "",
+    forEach: values["for_each"] ?? "",
+    endUser: values["end_user"] ?? "",
+    label: values["label"] ?? "",
+  });
   const fields: Asked[] = [
     {
       name: "subject",
@@ -211,18 +233,25 @@ function SetLimit({
       act={t.set}
       fields={fields}
       isPrimary
+      trial={{
+        call: PREVIEW,
+        label: t.preview,
+        fields: [
+          {
+            name: "days",
+            label: t.previewed,
+            options: DAYS.map((each) => [String(each), t.lastDays(each)]),
+          },
+        ],
+        run: async (values) => {
+          if (values["for_new_keys"]) throw new Unusable("for_new_keys", t.noPast);
+          const startMs = Date.now() - Number(values["days"]) * DAY_MS;
+          const startTime = new Date(startMs).toISOString();
+          return previewOf(await call(PREVIEW, { ...limitOf(values), startTime }));
+        },
+      }}
       request={(values) => ({
-        subject: values["subject"] as QuotaSubjectJson,
-        subjectRef: refOf(values["subject"], values["subject_ref"] ?? "", chosen.ref),
-        dimension: values["dimension"] as QuotaDimensionJson,
-        limitValue: valueOf(values["dimension"], values["limit_value"]),
-        ...(values["window_minutes"]
-          ? { windowMinutes: Number(digits(values["window_minutes"])) }
-          : {}),
-        model: values["model"] ?? "",
-        forEach: values["for_each"] ?? "",
-        endUser: values["end_user"] ?? "",
-        label: values["label"] ?? "",
+        ...limitOf(values),
         forNewKeys: values["for_new_keys"] === "true",
         enforced: values["enforced"] === "true",
       })}
@@ -234,6 +263,60 @@ function SetLimit({
       changed={reload}
     />
   );
+}
+
+// What the limit would have refused, by day and by member.
+export function previewOf(found: PreviewQuotaResponseJson): Outcome {
+  const figures = <Row extends PreviewedDayJson | PreviewedMemberJson>() => [
+    column<Row>(t.requestsOf, (each) => count(each.requestCount), true),
+    column<Row>(t.refused, (each) => count(each.refusedCount), true),
+    column<Row>(t.shortened, (each) => count(each.shortenedCount), true),
+  ];
+  return {
+    summary: t.previewOf(
+      count(found.refusedCount),
+      count(found.requestCount),
+      count(found.shortenedCount),
+    ),
+    detail: (
+      <>
+        {found.firstRefusalTime && (
+          <Note>
+            {t.firstRefusal} <Time of={found.firstRefusalTime} />
+          </Note>
+        )}
+        <Table
+          caption={t.byDay}
+          columns={[
+            column<PreviewedDayJson>(t.day, (each) => each.day),
+            ...figures<PreviewedDayJson>(),
+          ]}
+          rows={found.days}
+          empty={t.noRequests}
+          isGrid
+          keyOf={(each) => each.day}
+        />
+        {found.memberCount && (
+          <>
+            <Table
+              caption={t.byMember}
+              columns={[
+                column<PreviewedMemberJson>(t.member, (each) => (
+                  <Name of={each.name || text.none} />
+                )),
+                ...figures<PreviewedMemberJson>(),
+              ]}
+              rows={found.members}
+              isGrid
+              keyOf={(each) => each.name}
+            />
+            <Note>{t.members(count(found.refusedMemberCount), count(found.memberCount))}</Note>
+          </>
+        )}
+        <Note>{t.notRecorded}</Note>
+      </>
+    ),
+  };
 }
 
 // Reference of a limit's subject: a project may be given without its organization.

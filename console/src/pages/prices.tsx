@@ -8,6 +8,7 @@ import type {
 } from "../gen/weir/v1/plans_pb.js";
 import type { AppliedPriceJson } from "../gen/weir/v1/prices_pb.js";
 import { amount, count, decimal, PICOS, minorDigits, money, perMillion, words } from "../format.js";
+import { CreditChanges, PlanChanges, SetPrice, WithdrawPrice } from "./price-changes.js";
 import { Badge, Command, Id, Note, Problem, Tile, Tiles, Time } from "../parts/basics.js";
 import { OrganizationChoice, organizationOf } from "../parts/choices.js";
 import { Table, column } from "../parts/table.js";
@@ -47,6 +48,7 @@ function Prices() {
         <>
           <div className="controls">
             <OrganizationChoice of={chosen} />
+            <SetPrice chosen={chosen} reload={found.reload} />
           </div>
           {applied && (
             <>
@@ -56,7 +58,21 @@ function Prices() {
               ) : (
                 <Table
                   caption={t.prices}
-                  columns={priceColumns()}
+                  columns={[
+                    ...priceColumns(),
+                    ...(view.may("AdminService/WithdrawPrice")
+                      ? [
+                          column<AppliedPriceJson>(
+                            text.change,
+                            (each) =>
+                              each.source === "SOURCE_ORGANIZATION" &&
+                              each.tier !== "SERVICE_TIER_BATCH" && (
+                                <WithdrawPrice of={each} chosen={chosen} reload={found.reload} />
+                              ),
+                          ),
+                        ]
+                      : []),
+                  ]}
                   rows={applied.value.prices}
                   empty={t.none}
                   keyOf={(each) => `${each.model} ${each.tier}`}
@@ -66,6 +82,13 @@ function Prices() {
             </>
           )}
           {balance && <Balance of={balance} />}
+          {balance && "value" in balance && (
+            <CreditChanges
+              chosen={chosen}
+              isPrepaid={balance.value.prepaid ?? false}
+              reload={found.reload}
+            />
+          )}
           {grants && (
             <>
               <h2>{t.grants}</h2>
@@ -83,6 +106,9 @@ function Prices() {
             </>
           )}
           {plans && <Plans of={plans} currency={chosen.currency} />}
+          {plans && "value" in plans && (
+            <PlanChanges chosen={chosen} plans={plans.value.plans ?? []} reload={found.reload} />
+          )}
           <Command>{`weir price list --org ${chosen.name || "ORG"}`}</Command>
         </>
       )}

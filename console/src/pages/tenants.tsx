@@ -10,10 +10,12 @@ import type {
   ClosureJson,
   RemainingCreditJson,
 } from "../gen/weir/v1/closures_pb.js";
-import { count, money } from "../format.js";
-import { Action } from "../parts/actions.js";
+import { file } from "../client.js";
+import { count, decimal, money, scaled } from "../format.js";
+import { billedTo } from "./month.js";
+import { Action, Unusable, digits, listed } from "../parts/actions.js";
 import type { Asked } from "../parts/actions.js";
-import { Badge, Command, Name, Note, Pages, Search, Time } from "../parts/basics.js";
+import { Badge, Command, Download, Name, Note, Pages, Search, Time } from "../parts/basics.js";
 import { Table, column } from "../parts/table.js";
 import { text } from "../texts.js";
 import { Show, addressOf, tried, useLoaded, useView } from "../view.js";
@@ -22,6 +24,8 @@ import type { Caller, Page } from "../view.js";
 const LIST = "AdminService/ListOrganizations";
 const PAGE_SIZE = 100;
 const t = text.tenants;
+const PROFILE = t.profile; // labels, by the names of the fields
+const WEIGHT_DIGITS = 3;
 
 export const tenants: Page = {
   id: "organizations",
@@ -100,6 +104,7 @@ function Tenants() {
               keyOf={(each) => each.organizationId}
             />
             <Pages next={nextPageToken} />
+            {shown && <Administration key={shown.name} of={shown} reload={found.reload} />}
             {shown && view.may("AdminService/ListProjects") && (
               <Projects key={shown.organizationId} of={shown} />
             )}
@@ -132,6 +137,95 @@ function State({
       <Note>
         <Time of={suspension.createTime} />: {suspension.reason}
       </Note>
+    </>
+  );
+}
+
+// Billing profile, weight in the fair queue, and everything that the organization has, as a file.
+function Administration({
+  of: { organizationId: organization = "", name = "", billingProfile = {}, queueWeightMilli },
+  reload,
+}: {
+  of: OrganizationJson;
+  reload: () => void;
+}) {
+  const view = useView();
+  const kept = billingProfile;
+  const line = (field: keyof typeof PROFILE, initial = ""): Asked => ({
+    name: field,
+    label: PROFILE[field],
+    initial,
+  });
+  return (
+    <>
+      <h2>{t.administrationOf(name)}</h2>
+      <Note>{text.bill.billedTo(billedTo({ organizationName: name, billingProfile }))}</Note>
+      <div className="buttons">
+        <Action
+          call="AdminService/SetBillingProfile"
+          label={t.billingProfile}
+          title={t.billingTitle(name)}
+          explanation={t.billingExplanation}
+          act={text.save}
+          fields={[
+            line("legal_name", kept.legalName),
+            line("address_line1", kept.addressLine1),
+            line("address_line2", kept.addressLine2),
+            line("postal_code", kept.postalCode),
+            line("city", kept.city),
+            line("state", kept.state),
+            line("country", kept.country),
+            line("tax_id", kept.taxId),
+            line("emails", kept.emails?.join(", ")),
+            line("language", kept.language),
+          ]}
+          request={(values) => ({
+            organization,
+            billingProfile: {
+              legalName: values["legal_name"] ?? "",
+              addressLine1: values["address_line1"] ?? "",
+              addressLine2: values["address_line2"] ?? "",
+              postalCode: values["postal_code"] ?? "",
+              city: values["city"] ?? "",
+              state: values["state"] ?? "",
+              country: (values["country"] ?? "").toUpperCase(),
+              taxId: values["tax_id"] ?? "",
+              emails: listed(values["emails"]),
+              language: values["language"] ?? "",
+            },
+          })}
+          done={() => t.billingIsSet(name)}
+          changed={reload}
+        />
+        <Action
+          call="AdminService/SetQueueWeight"
+          label={t.weight}
+          title={t.weightTitle(name)}
+          explanation={t.weightExplanation}
+          act={text.save}
+          fields={[
+            {
+              name: "queue_weight_milli",
+              label: t.weight,
+              help: t.weightHelp,
+              initial: decimal(queueWeightMilli, WEIGHT_DIGITS, 0),
+              isRequired: true,
+            },
+          ]}
+          request={(values) => {
+            const milli = scaled(digits(values["queue_weight_milli"]), WEIGHT_DIGITS);
+            if (milli === null) throw new Unusable("queue_weight_milli", t.weightHelp);
+            return { organization, queueWeightMilli: milli };
+          }}
+          done={() => t.weightIsSet(name)}
+          changed={reload}
+        />
+        {view.may("BillingService/ExportOrganization") && (
+          <Download fetched={() => file("BillingService/ExportOrganization", { organization })}>
+            {t.exportAll}
+          </Download>
+        )}
+      </div>
     </>
   );
 }

@@ -1,7 +1,7 @@
 // Changes: a button opens a dialog with the fields of one call. The server checks them; its errors
 // stand beside the fields that they name.
 
-import { useId, useRef, useState } from "react";
+import { useEffect, useId, useRef, useState } from "react";
 import type { ReactNode } from "react";
 import {
   Checkbox,
@@ -18,6 +18,8 @@ import { PICOS, scaled } from "../format.js";
 import { text } from "../texts.js";
 import { useView } from "../view.js";
 import { Button, Choice, Copy, Field, Problem, Remark } from "./basics.js";
+
+const MILLION_DIGITS = 6;
 
 export interface Asked {
   name: string; // of the field in the call, as errors name it
@@ -45,6 +47,20 @@ export interface Change<Call extends Name> {
   request: (values: Values, requestId: string) => Request<Call>;
   done: (response: Response<Call>, values: Values) => string | Secret;
   changed: () => void;
+  trial?: Trial;
+}
+
+// Second button of a dialog: shows what the change would do, and changes nothing.
+export interface Trial {
+  call: Name;
+  label: string;
+  fields?: Asked[];
+  run: (values: Values) => Promise<Outcome>;
+}
+
+export interface Outcome {
+  summary: string;
+  detail: ReactNode;
 }
 
 // Secret that the server returns once.
@@ -68,7 +84,7 @@ export function Action<Call extends Name>(change: Change<Call>) {
         {change.label}
       </Button>
       <ModalOverlay className="overlay" isDismissable={false}>
-        <Modal className="modal">
+        <Modal className={change.trial ? "modal wide" : "modal"}>
           <Dialog className="dialog">
             {({ close }) => <Form change={change} close={close} />}
           </Dialog>
@@ -80,22 +96,47 @@ export function Action<Call extends Name>(change: Change<Call>) {
 
 function Form<Call extends Name>({ change, close }: { change: Change<Call>; close: () => void }) {
   const view = useView();
+  const trial = change.trial && view.may(change.trial.call) ? change.trial : null;
   const fields = change.fields ?? [];
+  const allFields = [...fields, ...(trial?.fields ?? [])];
   const [values, setValues] = useState<Values>(() =>
     Object.fromEntries(
-      fields.map((each) => [each.name, each.initial ?? each.options?.[0]?.[0] ?? ""]),
+      allFields.map((each) => [each.name, each.initial ?? each.options?.[0]?.[0] ?? ""]),
     ),
   );
   const [error, setError] = useState<unknown>(null);
   const [isBusy, setBusy] = useState(false);
   const [secret, setSecret] = useState<Secret | null>(null);
+  const [outcome, setOutcome] = useState<Outcome | null>(null);
+  const shown = useRef<HTMLDivElement>(null);
+  useEffect(() => {
+    if (outcome) shown.current?.scrollIntoView({ block: "nearest" });
+  }, [outcome]);
   const attempt = useRef({ values: "", id: newRequestId() });
   const violations = violationsOf(error);
   const errorOf = (name: string) =>
     violations.find((each) => each.field?.split(/[.[]/).includes(name))?.description;
   const isShownAtFields =
     violations.length > 0 &&
-    violations.every((each) => fields.some(({ name }) => each.field?.split(/[.[]/).includes(name)));
+    violations.every((each) =>
+      allFields.some(({ name }) => each.field?.split(/[.[]/).includes(name)),
+    );
+  const failed = (failure: unknown) => {
+    if (failure instanceof CallFailed && failure.httpStatus === 401) view.signedOut();
+    setError(failure);
+  };
+  const attemptTrial = async () => {
+    if (isBusy || !trial) return;
+    setBusy(true);
+    setOutcome(null);
+    try {
+      setOutcome(await trial.run(values));
+      setError(null);
+    } catch (failure) {
+      failed(failure);
+    }
+    setBusy(false);
+  };
   const submit = async () => {
     // A repeated attempt has the same id, so that a lost answer does not make the change twice.
     const asked = JSON.stringify(values);
@@ -112,11 +153,22 @@ function Form<Call extends Name>({ change, close }: { change: Change<Call>; clos
         close();
       } else setSecret(done);
     } catch (failure) {
-      if (failure instanceof CallFailed && failure.httpStatus === 401) view.signedOut();
-      setError(failure);
+      failed(failure);
     }
     setBusy(false);
   };
+  const entry = (each: Asked) => (
+    <Entry
+      key={each.name}
+      asked={each}
+      error={errorOf(each.name)}
+      value={values[each.name] ?? ""}
+      onChange={(value) => {
+        setValues((before) => ({ ...before, [each.name]: value }));
+        setOutcome(null); // it was of other values
+      }}
+    />
+  );
   if (secret) return <Once {...secret} close={close} />;
   return (
     <form
@@ -128,15 +180,20 @@ function Form<Call extends Name>({ change, close }: { change: Change<Call>; clos
     >
       <Heading slot="title">{change.title}</Heading>
       {typeof change.explanation === "string" ? <p>{change.explanation}</p> : change.explanation}
-      {fields.map((each) => (
-        <Entry
-          key={each.name}
-          asked={each}
-          error={errorOf(each.name)}
-          value={values[each.name] ?? ""}
-          onChange={(value) => setValues((before) => ({ ...before, [each.name]: value }))}
-        />
-      ))}
+      {fields.map(entry)}
+      {trial && (
+        <fieldset className="trial">
+          <legend>{trial.label}</legend>
+          {trial.fields?.map(entry)}
+          <div className="buttons">
+            <Button isBusy={isBusy} onPress={() => void attemptTrial()}>
+              {trial.label}
+            </Button>
+          </div>
+          <p role="status">{outcome?.summary}</p>
+          <div ref={shown}>{outcome?.detail}</div>
+        </fieldset>
+      )}
       {error !== null && !isShownAtFields && <Problem of={error} />}
       <div className="buttons">
         <Button onPress={close}>{text.keep}</Button>
@@ -262,6 +319,13 @@ export class Unusable extends Error {
 export function exactly(field: string, entered = ""): string {
   const picos = scaled(digits(entered), PICOS);
   if (picos === null) throw new Unusable(field, text.notAnAmount(entered));
+  return picos;
+}
+
+// Price of a million tokens in a currency unit, in picos per token.
+export function perToken(field: string, entered = ""): string {
+  const picos = scaled(digits(entered), PICOS - MILLION_DIGITS);
+  if (picos === null) throw new Unusable(field, text.notAPrice(entered));
   return picos;
 }
 

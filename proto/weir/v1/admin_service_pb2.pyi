@@ -1900,10 +1900,10 @@ Global___PreviewQuotaRequest: _TypeAlias = PreviewQuotaRequest  # noqa: Y015
 
 @_typing.final
 class PreviewQuotaResponse(_message.Message):
-    """What the limit would have refused. Three things are not recorded, so that they cannot be known:
-    requests that were refused, which a lower or another limit may have admitted; whether clients
-    would have repeated what this limit refuses; and when within a minute a running request asked for
-    more output.
+    """Effect of a limit on past requests. Three things are not recorded, so that they cannot be known:
+    requests that were refused, which another limit may have admitted; whether clients would have
+    repeated what this limit refuses; and when within a minute a running request asked for more
+    output.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

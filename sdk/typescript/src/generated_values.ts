@@ -1473,10 +1473,10 @@ export interface PreviewedMember {
 }
 
 /**
- * What the limit would have refused. Three things are not recorded, so that they cannot be known:
- * requests that were refused, which a lower or another limit may have admitted; whether clients
- * would have repeated what this limit refuses; and when within a minute a running request asked for
- * more output.
+ * Effect of a limit on past requests. Three things are not recorded, so that they cannot be known:
+ * requests that were refused, which another limit may have admitted; whether clients would have
+ * repeated what this limit refuses; and when within a minute a running request asked for more
+ * output.
  */
 export interface QuotaPreview {
   /** First moment of the preview. */

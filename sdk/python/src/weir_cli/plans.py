@@ -157,20 +157,16 @@ VERSIONS: Table[PriceVersion] = Table(
     drop=("times", "tier", "cached", "of", "embedding"),
     unit="currency",
 )
-
-
-def share_text(part: SimulatedCustomer | SimulatedModel) -> str | None:
-    if not part.old_amount.picos:
-        return None
-    return f"{100 * part.difference.picos / part.old_amount.picos:+.1f}"
-
-
 AMOUNTS: dict[str, str | Callable[[Any], str | None]] = {
     "tokens": "token_count",
     "paid": "old_amount",
     "would pay": lambda each: amount_text(each.new_amount),
     "difference": lambda each: amount_text(each.difference),
-    "%": share_text,
+    "%": lambda each: (
+        f"{100 * each.difference.picos / each.old_amount.picos:+.1f}"
+        if each.old_amount.picos
+        else None
+    ),
 }
 SIMULATED: Table[SimulatedCustomer] = Table(
     {

@@ -172,6 +172,17 @@ KEYS: Table[ApiKey] = Table(
     optional={"group": lambda each: each.group, "owner": owner_text},
     drop=("id", "created", "models", "last used", "owner", "scopes"),
 )
+PREVIEWED: dict[str, str | Callable[[Any], str | None]] = {
+    "requests": "request_count",
+    "refused": "refused_count",
+    "ended early": "shortened_count",
+}
+PREVIEWED_DAYS: Table[PreviewedDay] = Table(
+    {"day (UTC)": "day", **PREVIEWED}, right=tuple(PREVIEWED), empty="no requests"
+)
+PREVIEWED_MEMBERS: Table[PreviewedMember] = Table(
+    {"of": lambda each: each.name or "(erased)", **PREVIEWED}, right=tuple(PREVIEWED)
+)
 QUOTAS: Table[QuotaStatus] = Table(
     {
         "of": quota_owner,
@@ -801,18 +812,6 @@ def key_sheet(key: ApiKey) -> RenderableType:
 
 quota = typer.Typer(help="Set, show and remove limits.", no_args_is_help=True)
 
-PREVIEWED: dict[str, str | Callable[[Any], str | None]] = {
-    "requests": "request_count",
-    "refused": "refused_count",
-    "ended early": "shortened_count",
-}
-PREVIEWED_DAYS: Table[PreviewedDay] = Table(
-    {"day (UTC)": "day", **PREVIEWED}, right=tuple(PREVIEWED), empty="no requests"
-)
-PREVIEWED_MEMBERS: Table[PreviewedMember] = Table(
-    {"of": lambda each: each.name or "(erased)", **PREVIEWED}, right=tuple(PREVIEWED)
-)
-
 
 @quota.command("set")
 @calls(admin_client, options=WINDOW | ONES | options_of(TERMS["quota"]))
@@ -868,7 +867,7 @@ def set_quota(
     if any((each, end_user, label)) and not any((organization, project, key)):
         organization = organization_or_default(None, client.address)
     subject, subject_ref = parse_subject(organization, project, key)
-    identity = {
+    identity: dict[str, Any] = {
         "model": model,
         "for_each": parsed("--each", parse_selector, each) if each else "",
         "end_user": end_user or "",

@@ -1565,10 +1565,10 @@ class PreviewedMember(Value):
 
 @dataclass(frozen=True, slots=True)
 class QuotaPreview(Value):
-    """What the limit would have refused. Three things are not recorded, so that they cannot be
-    known: requests that were refused, which a lower or another limit may have admitted; whether
-    clients would have repeated what this limit refuses; and when within a minute a running request
-    asked for more output."""
+    """Effect of a limit on past requests. Three things are not recorded, so that they cannot be
+    known: requests that were refused, which another limit may have admitted; whether clients would
+    have repeated what this limit refuses; and when within a minute a running request asked for more
+    output."""
 
     start_time: datetime | None = None
     """First moment of the preview."""
