@@ -273,9 +273,7 @@ async def all_token_issuers(
     return await _records(session, ids.all())
 
 
-async def _select_ids(
-    session: AsyncSession, organization: str | None
-) -> Select[tuple[uuid.UUID]]:
+async def _select_ids(session: AsyncSession, organization: str | None) -> Select[Any]:
     query = select(TokenIssuer.id).where(TokenIssuer.removed_at.is_(None))
     if not organization:
         return query

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
@@ -104,7 +104,8 @@ def unfairness(seed: int, *, exchanges: bool = True) -> float:
         run_agents(world, name, rng.randint(70, 120), used, 30.0, weight)
     event_count = rng.randint(0, 3)
     for _ in range(event_count):
-        act, index = rng.choice([die, cut_off]), rng.randrange(PROCESSES)
+        act: Callable[[World, int], None] = rng.choice([die, cut_off])
+        index = rng.randrange(PROCESSES)
         world.at(rng.uniform(6, 20), partial(act, world, index))
 
     served = service(world, 5.0, 25.0)
