@@ -747,6 +747,11 @@ async def test_a_link_signs_in_once(site: Site) -> None:
     async with site.service.session() as session:
         late = await create_link(session, await find_person(session, site.email), actor="test")
         await session.execute(text("UPDATE sign_in_links SET expires_at = now()"))
+    for lifetime in (timedelta(0), timedelta(days=1, seconds=1)):
+        async with site.service.session() as session:
+            person = await find_person(session, site.email)
+            with pytest.raises(InvalidValue):
+                await create_link(session, person, lifetime=lifetime, actor="test")
     for name, wrong in itertools.product(
         ("link", "offer"), ({"secret": late}, {}, {"secret": 5}, {"secret": ""}, {"secret": "wl_x"})
     ):
