@@ -58,6 +58,8 @@ ALLOW_ALL = {
     "allowed_networks": ("all_networks", "networks"),
 }
 
+# A limit costs three times as much of the event loop as other records: its counters, its window.
+QUOTA_CHUNK_ROWS = 30
 # Whether the keys of a state have ended; None for those of all states.
 KEY_STATES: Mapping[int, bool | None] = {
     pb.API_KEY_STATE_UNSPECIFIED: None,
@@ -583,6 +585,7 @@ class QuotaCalls(AuthenticatedServicer):
                     quota_status,
                     page_size=request.page_size,
                     page_token=request.page_token,
+                    chunk_rows=QUOTA_CHUNK_ROWS,
                 )
                 return pb.ListQuotasResponse(quotas=quotas, next_page_token=following)
             if request.organization:
