@@ -31,6 +31,7 @@ async def read_page(
     page_size: int,
     page_token: str,
     bytes_max: int = RECORD_BYTES_MAX,
+    chunk_rows: int = CHUNK_ROWS,
 ) -> tuple[list[M], str]:
     """Read a page in chunks. Returns its messages, and the token of the next page.
 
@@ -41,7 +42,7 @@ async def read_page(
     if page_size:
         check_page_size(page_size)
     found: list[M] = []
-    size, unread, chunk = 0, page_size, CHUNK_ROWS
+    size, unread, chunk = 0, page_size, chunk_rows
     while True:
         requested = min(chunk, unread) if page_size else chunk
         records, following = await query(page_size=requested, page_token=page_token)

@@ -69,6 +69,8 @@ ALLOW_ALL = {
 
 PREVIEW_STATEMENT_MAX_S = 120.0  # to sort a million requests by time
 
+# A limit costs three times as much of the event loop as other records: its counters, its window.
+QUOTA_CHUNK_ROWS = 30
 # Whether the keys of a state have ended; None for those of all states.
 KEY_STATES: Mapping[int, bool | None] = {
     pb.API_KEY_STATE_UNSPECIFIED: None,
@@ -628,6 +630,7 @@ class QuotaCalls(AuthenticatedServicer):
                     quota_status,
                     page_size=request.page_size,
                     page_token=request.page_token,
+                    chunk_rows=QUOTA_CHUNK_ROWS,
                 )
                 return pb.ListQuotasResponse(quotas=quotas, next_page_token=following)
             if request.organization:
