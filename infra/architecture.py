@@ -89,7 +89,7 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "benchmarks": (("bench/",), 11_511),
     "demo": (("demo/",), 4_524),
     "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 8_188),
-    "tests": (("tests/",), 141_871),
+    "tests": (("tests/",), 141_872),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")
