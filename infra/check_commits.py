@@ -19,7 +19,7 @@ START = "84d379edd1ba38e4d0daac7df469f5610fcda03e"  # the last commit that is ol
 SUBJECT_CHARS_MAX = 72  # fits a terminal of 80 columns beside the id in `git log --oneline`
 LINES_WITHOUT_BODY_MAX = 20  # lines added and removed; a larger change needs its reason
 
-FIRST_WORD = re.compile(r"([A-Z][a-z]+(?:-[a-z]+)*) \S")
+FIRST_WORD = re.compile(r"([A-Z][a-z]+(?:-[a-z]+)*),? \S")
 NOT_A_VERB = re.compile(
     "An?|The|This|That|These|Those|What|Who|Whoever|How|When|Where|Why|All|Both|Every|Each|Some|One|No|More|New|For|Of"
 )

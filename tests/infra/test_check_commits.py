@@ -16,6 +16,7 @@ GOOD = (
     "Feed the scheduler from one queue",
     "Process messages of a stream in order",
     "Document the release procedure",
+    "Close, verify and correct months",
     "Re-enable the health check of workers",
     'Revert "Reject control characters in model names"',
     "Reject control characters in model names\n\nThey break the columns of `weir models`.",
