@@ -102,10 +102,10 @@ def unfairness(seed: int, *, exchanges: bool = True) -> float:
     for name, weight in weights.items():
         used = rng.sample(range(PROCESSES), rng.randint(1, PROCESSES))
         run_agents(world, name, rng.randint(70, 120), used, 30.0, weight)
+    faults: list[Callable[[World, int], None]] = [die, cut_off]
     event_count = rng.randint(0, 3)
     for _ in range(event_count):
-        act: Callable[[World, int], None] = rng.choice([die, cut_off])
-        index = rng.randrange(PROCESSES)
+        act, index = rng.choice(faults), rng.randrange(PROCESSES)
         world.at(rng.uniform(6, 20), partial(act, world, index))
 
     served = service(world, 5.0, 25.0)
