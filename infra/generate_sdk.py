@@ -901,9 +901,10 @@ def typescript_field(found: Contract, owner: str, each: Any) -> tuple[str, str, 
     shape = {"str": "string", "bool": "boolean", "bytes": "Uint8Array"}.get(
         kind, "bigint" if is_exact else "number"
     )
+    is_count = is_wide and not is_exact
     if is_list:
-        return camel(shown), f"readonly {shape}[]", source
-    read = f"count({source})" if is_wide and not is_exact else source
+        return camel(shown), f"readonly {shape}[]", f"{source}.map(count)" if is_count else source
+    read = f"count({source})" if is_count else source
     if name in OPTIONAL:
         return camel(shown), f"{shape} | undefined", f"{read} || undefined"
     if each.proto3_optional and read == source:

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import heapq
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -245,14 +245,7 @@ class Line(Generic[Item]):
         """
         for number, tenant in self._tenants.items():
             tenant.weight = weights.get(number, 1.0)
-            self._list_again(tenant)
-
-    def _list_again(self, tenant: Tenant[Item]) -> None:
-        """List a tenant in both heaps where it now belongs, since its counter may have fallen."""
-        if tenant.listed_level is not None:
-            self._note_level(tenant)
-        if tenant.waiting:
-            self._note_priority(tenant)
+        self._settle(self._tenants.values())
 
     def waiting_tenants(self) -> Iterator[Tenant[Item]]:
         """Iterate over the tenants that have requests waiting here."""
@@ -558,7 +551,7 @@ class Line(Generic[Item]):
         """Raise the level, and the counters of all tenants with it, or lower them again."""
         for tenant in self._tenants.values():
             tenant.counter += units
-            self._list_again(tenant)
+        self._settle(self._tenants.values())
         self._floor += units
 
     def forget(self, process_id: uuid.UUID) -> None:
@@ -577,8 +570,8 @@ class Line(Generic[Item]):
                 tenant.presumed_units = 0.0
         return dropped
 
-    def _settle(self, tenants: list[Tenant[Item]]) -> None:
-        """Order tenants again whose requests elsewhere have changed."""
+    def _settle(self, tenants: Iterable[Tenant[Item]]) -> None:
+        """Order tenants again whose counter, weight or requests elsewhere have changed."""
         for tenant in tenants:
             elsewhere = tenant.elsewhere.values()
             tenant.owed_elsewhere = sum([each.owed_units for each in elsewhere])

@@ -19,6 +19,7 @@ async function signedIn({ key = "", link = "" }) {
   const page = await newPage(browser, url);
   await page.setViewportSize({ width: WIDTH, height: HEIGHT });
   await page.goto(link ? `${url}#/sign-in?link=${link}` : url);
+  if (link) await page.getByRole("button", { name: "Yes, sign in" }).click();
   if (key) {
     await page.getByLabel("API key").fill(key);
     await page.getByRole("button", { name: "Sign in" }).click();

@@ -102,10 +102,10 @@ from metering.tenants.tenants import (
 from metering.tenants.token_issuers import (
     IssuerRecord,
     IssuerTerms,
+    all_token_issuers,
     checked_issuer,
     create_token_issuer,
     delete_token_issuer,
-    all_token_issuers,
     projects_of,
 )
 

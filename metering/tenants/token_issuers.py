@@ -52,7 +52,7 @@ ISSUERS_MAX = 20  # of one organization
 LABELS_MAX = 8  # half of those that a request may have
 LEEWAY_S_MAX = 300
 LIFETIME_S_MAX = 24 * 3600
-USED_REMEDY = "Get a new one for each call. One is enough for all requests of a gRPC stream."
+USED_REMEDY = "Use a new one for each call. One is enough for all requests of a gRPC stream."
 KINDS = ("jti", "sid", "sub")  # of names by which tokens are revoked
 # Rows of used tokens outlive these, so that no server with a slow clock takes one again.
 CLOCKS_DIFFER = timedelta(minutes=5)

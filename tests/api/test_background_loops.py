@@ -22,6 +22,7 @@ LOOPS = {
     "fleet_changes": "fleet.run",
     "target_names": "fleet.follow_names",
     "launching": "launching.run",
+    "traffic": "traffic.run",
     "key_uses": "uses.run",
     "issuer_keys": "issuer_keys.run",
     "provider_keys": "sign_in.client.keys.run",
@@ -60,7 +61,7 @@ async def test_a_loop_that_raises_is_restarted_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(root, "log_statistics_regularly", loop("statistics_log"))
     server = root.Server(Settings(), parts.spares)
     followers = ("control", "exchange", "fleet", "launching", "notices", "uses", "issuer_keys")
-    for name in (*followers, "sign_in", "registry", "observer", "holds", "pace"):
+    for name in (*followers, "sign_in", "registry", "observer", "holds", "pace", "traffic"):
         setattr(server, name, getattr(parts, name))
     monkeypatch.setattr(server, "recover_regularly", loop("recovery"))
     before = INCIDENT_COUNTS.copy()

@@ -99,9 +99,9 @@ COMMANDS: list[tuple[str, dict[str, Any], str]] = [
     ("person reactivate ann@example.com", {"person": "ann@example.com"}, "active"),
     ("person erase ann@example.com --yes", {"person": "ann@example.com"}, "erased the person p1"),
     ("person erase ann@example.com --dry-run", {"dry_run": True}, "would erase the person p1"),
-    ("scim groups --org acme", OF_ACME, "Engineers"),
+    ("member groups --org acme", OF_ACME, "Engineers"),
     (
-        "scim role Engineers developer --org acme --project search",
+        "member group-role Engineers developer --org acme --project search",
         OF_ACME | {"group": "Engineers", "role": "developer", "project": "search"},
         "not provisioned yet",
     ),

@@ -1751,12 +1751,12 @@ export function modelTraffic(
 ): ModelTraffic {
   return {
     model: value.model,
-    requestCounts: value.requestCounts,
-    errorCounts: value.errorCounts,
-    inputTokenCounts: value.inputTokenCounts,
-    cachedInputTokenCounts: value.cachedInputTokenCounts,
-    outputTokenCounts: value.outputTokenCounts,
-    embeddingTokenCounts: value.embeddingTokenCounts,
+    requestCounts: value.requestCounts.map(count),
+    errorCounts: value.errorCounts.map(count),
+    inputTokenCounts: value.inputTokenCounts.map(count),
+    cachedInputTokenCounts: value.cachedInputTokenCounts.map(count),
+    outputTokenCounts: value.outputTokenCounts.map(count),
+    embeddingTokenCounts: value.embeddingTokenCounts.map(count),
     runningCounts: value.runningCounts,
     waitingCounts: value.waitingCounts,
     firstToken: latency(value.firstToken),

@@ -64,7 +64,6 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
     "service-account": Command(
         "weir_cli.members:service_account", "Manage programs that own keys.", ADMIN
     ),
-    "scim": Command("weir_cli.scim:scim", "Set roles of your provider's groups.", ADMIN),
     "person": Command("weir_cli.members:person", "See and deactivate persons.", ADMIN),
     "token-issuer": Command(
         "weir_cli.token_issuers:token_issuers", "Trust tokens of an identity provider.", ADMIN

@@ -22,7 +22,14 @@ from weir_cli.tenants import has_terminal
 from weir_cli.texts import parse_span, parsed, time_text
 
 if TYPE_CHECKING:
-    from weir_client import AdminClient, Invitation, Member, Person, ServiceAccount
+    from weir_client import (
+        AdminClient,
+        Invitation,
+        Member,
+        Person,
+        ProvisionedGroup,
+        ServiceAccount,
+    )
 
 MEMBERS: Table[Member] = Table(
     {
@@ -48,6 +55,19 @@ INVITATIONS: Table[Invitation] = Table(
     },
     empty="no open invitations",
     drop=("id", "project"),
+)
+GROUPS: Table[ProvisionedGroup] = Table(
+    {
+        "group": "group",
+        "members": "member_count",
+        "role": lambda each: each.role or "none",
+        "project": lambda each: each.project_name or ("oldest" if each.role else ""),
+        "state": lambda each: "provisioned" if each.group_id else "not provisioned yet",
+        "id": "group_id",
+    },
+    right=("members",),
+    empty="no groups: let your identity provider send some, or use `weir member group-role`",
+    drop=("id",),
 )
 SERVICE_ACCOUNTS: Table[ServiceAccount] = Table(
     {
@@ -280,6 +300,41 @@ def remove(
     kept = f"; these stay: {', '.join(removed.kept_keys)}" if removed.kept_keys else ""
     revoked = ", ".join(removed.revoked_keys)
     return removed, f"{member_ref} is removed, and these keys are revoked: {revoked}{kept}"
+
+
+@member.command("groups")
+@calls(admin_client, shown=GROUPS)
+def list_groups(
+    client: AdminClient, organization: OrganizationOption = None, limit: LimitOption = 1000
+) -> list[ProvisionedGroup]:
+    """List the groups of your identity provider, and the roles that they give."""
+    found = client.list_provisioned_groups(organization_or_default(organization, client.address))
+    return list(islice(found, limit))
+
+
+@member.command("group-role")
+@calls(admin_client, shown=GROUPS)
+def set_group_role(
+    client: AdminClient,
+    group: Annotated[str, typer.Argument(metavar="GROUP", help="Name of the group.")],
+    role: Annotated[
+        str,
+        typer.Argument(
+            metavar="ROLE", help="owner, admin, developer, finance or viewer; '' for none."
+        ),
+    ],
+    organization: OrganizationOption = None,
+    project: Annotated[
+        str,
+        typer.Option(
+            metavar="PROJECT", help="Project of the members, by name or id. Default: the oldest."
+        ),
+    ] = "",
+) -> ProvisionedGroup:
+    """Let a group give its members a role, at once and from now on."""
+    return client.set_group_role(
+        organization_or_default(organization, client.address), group, role, project=project
+    )
 
 
 @service_account.command("create")

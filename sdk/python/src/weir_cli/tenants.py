@@ -768,7 +768,8 @@ def list_keys(
         typer.Option(help="Only working keys that were not used for 90m, 12h, 90d or 13w."),
     ] = None,
     search: Annotated[
-        str, typer.Option(help="Only keys whose name or prefix begins with this.")
+        str,
+        typer.Option(metavar="PREFIX", help="Only keys whose name or prefix begins like this."),
     ] = "",
 ) -> Output:
     """List API keys, the newest first. Secrets are never shown."""
