@@ -14,7 +14,7 @@ CHECKS := format-check lint types proto-check migrations-check architecture pros
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev docs demo test test-fast test-faults test-clients test-peers test-images check checks $(CHECKS) fmt reference console pictures proto proto-baseline migration lock dist dist-check release-rehearsal clean
+.PHONY: help setup setup-dev docs demo test test-fast test-faults test-clients test-peers test-images check checks $(CHECKS) fmt reference console pictures proto proto-baseline migration lock lock-check dist dist-check release-rehearsal clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -120,6 +120,10 @@ migration: setup-dev ## draft a revision from what the models say and the migrat
 
 lock: ## pin all dependencies anew; KEEP=1 moves no pin that still fits
 	@$(PYTHON) -m infra.lock_dependencies --pip $(PIP_VERSION) $(if $(KEEP),--keep)
+
+# Asks the package index, so it is none of CHECKS.
+lock-check: setup-dev ## compare the hashes in requirements/image.txt and image-build.txt with the wheels of the package index
+	@$(BIN)/python -m infra.lock_dependencies --pip $(PIP_VERSION) --check
 
 dist: setup-dev ## build the packages of a release from the last commit into dist; the newest tag gives the version
 	@$(BIN)/python -m infra.release

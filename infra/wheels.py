@@ -18,13 +18,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from infra.install import LOCK
+from infra.lock_dependencies import LINUX
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-LINUX = {  # of Debian 12, Ubuntu 22.04 and later
-    arch: [f"manylinux_2_{minor}_{arch}" for minor in range(35, 4, -1)]
-    + [f"manylinux2014_{arch}", f"manylinux2010_{arch}", f"manylinux1_{arch}"]
-    for arch in ("x86_64", "aarch64")
-}
 PLATFORMS = {
     "Linux x86-64": LINUX["x86_64"],
     "Linux Arm": LINUX["aarch64"],

@@ -27,7 +27,9 @@ case "$*" in
 esac
 [[ "$*" != "$FAILS" ]]
 """
-STEPS = ("lint", "types", "docs", "dist", "dist-check", "clients", "peers", "images")
+STEPS = (
+    *("lint", "types", "lock-check", "docs", "dist", "dist-check", "clients", "peers", "images"),
+)
 
 
 @pytest.fixture
