@@ -4,17 +4,23 @@ Run as `python3 -m infra.build_image DIRECTORY`; it needs no virtual environment
 Debian's own Python in a file system that debootstrap makes, where the Dockerfile names an image of
 the same Debian. pip's configuration of this machine applies in the build. Exits with status 75 if
 packages could not be downloaded.
+
+Debian's packages are compared with `infra/images/debian-ARCHITECTURE.txt` before one is installed.
+`python3 -m infra.build_image --record` writes that file.
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,6 +28,14 @@ from urllib.parse import urlsplit
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = ROOT / "infra" / "images" / "Dockerfile"
 RELEASE = "bookworm"  # of the base image that the Dockerfile names
+DEBOOTSTRAP = (
+    *("debootstrap", "--variant=minbase"),
+    "--include=python3,python3-venv,python3-pip,ca-certificates",
+)
+RECORD_HEADER = (
+    "# SHA-256 of the packages of the base that infra/build_image.py makes. Do not edit by hand;"
+    " run:\n# python3 -m infra.build_image --record\n"
+)
 BASE, IMAGE = "localhost/base", "localhost/weir-api"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
@@ -97,9 +111,8 @@ def build(directory: Path) -> Images:
 def make_base(images: Images) -> None:
     """Make the base image: Debian with its Python, named as in the image that it stands for."""
     tree = images.directory / "base"
-    tree.mkdir(parents=True)
-    packages = "--include=python3,python3-venv,python3-pip,ca-certificates"
-    run(["debootstrap", "--variant=minbase", packages, RELEASE, str(tree)])
+    compare(record(), downloaded(tree))
+    run([*DEBOOTSTRAP, RELEASE, str(tree)])
     (tree / "usr/bin/python").symlink_to("python3")
     next(tree.glob("usr/lib/python3*/EXTERNALLY-MANAGED")).unlink()
     shutil.copy(AUTHORITIES, tree / AUTHORITIES.relative_to("/"))
@@ -110,6 +123,43 @@ def make_base(images: Images) -> None:
     images.run("config", "--env", f"PATH={PATH}", container)
     images.run("commit", "--quiet", "--rm", container, BASE)
     shutil.rmtree(tree)
+
+
+def downloaded(tree: Path) -> dict[str, str]:
+    """Download the packages of the base into a new directory; return their SHA-256 by file name."""
+    tree.mkdir(parents=True)
+    run([*DEBOOTSTRAP, "--download-only", RELEASE, str(tree)])
+    files = sorted(tree.glob("var/cache/apt/archives/*.deb"))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def record() -> Path:
+    """Return the file that pins Debian's packages on this architecture."""
+    architecture = run(["dpkg", "--print-architecture"]).strip()
+    return DOCKERFILE.parent / f"debian-{architecture}.txt"
+
+
+def compare(recorded: Path, found: Mapping[str, str]) -> None:
+    """Raise BuildFailed unless the packages are those of the record, byte for byte."""
+    lines = recorded.read_text().splitlines() if recorded.exists() else []
+    wanted = {(line[66:], line[:64]) for line in lines if not line.startswith("#")}
+    differing = sorted(
+        [f"not recorded: {digest}  {name}" for name, digest in found.items() - wanted]
+        + [f"recorded: {digest}  {name}" for name, digest in wanted - found.items()]
+    )
+    if differing:
+        raise BuildFailed(
+            f"Debian {RELEASE} has other packages than {recorded.relative_to(ROOT)}. Review them,"
+            " then run: python3 -m infra.build_image --record\n" + "\n".join(differing)
+        )
+
+
+def write_record() -> None:
+    """Record the packages that Debian has now."""
+    with tempfile.TemporaryDirectory(prefix="weir-base-") as scratch:
+        found = downloaded(Path(scratch) / "base")
+    lines = (f"{digest}  {name}\n" for name, digest in found.items())
+    record().write_text(RECORD_HEADER + "".join(lines))
 
 
 def pip_settings() -> dict[str, str]:
@@ -142,12 +192,19 @@ def missing() -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Build the image in the directory that is named. Return the exit status."""
-    [directory] = arguments
+    parser = argparse.ArgumentParser(description=__doc__)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("directory", type=Path, nargs="?", help="a new directory for the images")
+    what.add_argument("--record", action="store_true", help="pin the packages Debian has now")
+    options = parser.parse_args(arguments)
     if lacking := missing():
         print(f"the image cannot be built here, which lacks: {lacking}", file=sys.stderr)
         return TEMPORARY_FAILURE
     try:
-        build(Path(directory))
+        if options.record:
+            write_record()
+        else:
+            build(options.directory)
     except BuildFailed as failure:
         print(failure, file=sys.stderr)
         return TEMPORARY_FAILURE if isinstance(failure, DownloadFailed) else 1

@@ -53,7 +53,7 @@ model = Path(sys.argv[1])
 settings = Settings.of(home=model, models={"m": model}, engine="tensorrt")
 assert list(build_serving(settings).engines) == ["m"]
 """
-FULL_VERSION = re.compile(r"[a-z0-9./-]+:\d+\.\d+(\.\d+)?(-[a-z]+)*")
+FULL_VERSION = re.compile(r"[a-z0-9./-]+:\d+\.\d+(\.\d+)?(-[a-z]+)*(@sha256:[0-9a-f]{64})?")
 
 
 def instructions(name: str) -> list[str]:
@@ -146,19 +146,76 @@ def test_the_server_needs_no_torch_without_an_embedded_engine(tmp_path: Path) ->
 def test_the_image_has_the_wheels_and_the_native_library_that_a_stage_before_it_builds() -> None:
     lines = instructions("Dockerfile")
     compiled = lines.index("RUN python -m inference.native.build")
-    (built,) = [index for index, line in enumerate(lines) if line.startswith("RUN pip wheel ")]
+    (built,) = [index for index, line in enumerate(lines) if " wheel --no-build-iso" in line]
     first_image = lines.index("FROM ${PYTHON_IMAGE} AS api")
     copied = lines.index("COPY --from=wheels /wheels /srv/wheels")
-    installed, _ = [index for index, line in enumerate(lines) if "-c /srv/constraints" in line]
+    (installed,) = [index for index, line in enumerate(lines) if "-r /srv/image.txt" in line]
 
     assert any("g++" in line for line in lines[:compiled])
     assert not any("g++" in line for line in lines[first_image:])
     assert compiled > lines.index("COPY inference inference"), "which would otherwise hide it"
     assert compiled < built < first_image < copied < installed
     assert [line for line in lines[first_image:] if line.startswith("COPY ")] == [
-        "COPY requirements/constraints.txt /srv/constraints.txt",
+        "COPY requirements/image.txt /srv/image.txt",
         lines[copied],
+        "COPY requirements/constraints.txt /srv/constraints.txt",
     ], "no sources"
+
+
+def test_the_image_without_torch_has_packages_with_known_hashes_only() -> None:
+    """Wheels of Weir itself are built in the stage before, without an environment of their own."""
+    lines = instructions("Dockerfile")
+    runs = [line for line in lines[: lines.index("FROM api")] if line.startswith("RUN ")]
+    installs = [part for line in runs for part in re.findall(r"pip (?:install|wheel)[^&]*", line)]
+
+    assert len(installs) == 4
+    for each in installs:
+        hashed = re.fullmatch(r"pip install --require-hashes -r \S+ ?", each)
+        own = "--no-deps" in each and set(re.findall(r"\S+\.whl|sdk/python|\s\.$", each))
+        assert hashed or own, each
+        assert "wheel" not in each.split()[1] or "--no-build-isolation" in each
+
+
+def test_a_base_of_other_packages_than_recorded_is_refused() -> None:
+    """A changed, a missing and an additional package, and no record."""
+    recorded = IMAGES / "debian-amd64.txt"
+    found = {line[66:]: line[:64] for line in recorded.read_text().splitlines() if line[0] != "#"}
+    first, second, *_ = found
+    build_image.compare(recorded, found)
+
+    for changed, expected in [
+        (found | {first: "0" * 64}, f"not recorded: {'0' * 64}  {first}"),
+        (
+            {name: found[name] for name in found if name != second},
+            f"recorded: {found[second]}  {second}",
+        ),
+        (found | {"xz_1_amd64.deb": "1" * 64}, f"not recorded: {'1' * 64}  xz_1_amd64.deb"),
+    ]:
+        with pytest.raises(BuildFailed) as raised:
+            build_image.compare(recorded, changed)
+        assert expected in str(raised.value).partition("--record\n")[2].splitlines()
+    with pytest.raises(BuildFailed, match=r"other packages than infra/images/debian-sparc\.txt"):
+        build_image.compare(IMAGES / "debian-sparc.txt", found)
+
+
+def test_a_base_is_compared_before_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str]) -> str:
+        ran.append(command)
+        if "--download-only" in command:
+            archives = tmp_path / "base/var/cache/apt/archives"
+            archives.mkdir(parents=True)
+            (archives / "dpkg_1_amd64.deb").write_bytes(b"planted")
+        return "amd64\n"
+
+    monkeypatch.setattr(build_image, "run", run)
+    with pytest.raises(BuildFailed, match=r"not recorded: [0-9a-f]{64}  dpkg_1_amd64\.deb"):
+        build_image.make_base(build_image.Images(tmp_path))
+
+    assert "--download-only" in ran[-1]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +278,9 @@ def test_base_images_have_full_versions_and_can_be_pinned_by_digest(name: str) -
         for line in lines
         if (found := re.fullmatch(r"FROM ([^$ ]+) AS (\S+)", line))
     }
-    assert FULL_VERSION.fullmatch(named.pop(image, image)), image
+    base = named.pop(image, image)
+    assert FULL_VERSION.fullmatch(base), base
+    assert ("@sha256:" in base) == (name == "Dockerfile"), base
     assert not named
     assert {line.split()[1] for line in lines if line.startswith("FROM $")} == {f"${{{variable}}}"}
 
