@@ -244,7 +244,7 @@ async function billMonth() {
 // Simulate a price of the model `prices` on the last month and set it; preview a limit.
 async function tryChanges() {
   const dialog = page.getByRole("dialog");
-  where = "simulate a price";
+  at("simulate a price");
   await open(pages.prices);
   await page.getByRole("button", { name: "Set a price" }).press("Enter");
   await dialog.getByLabel("Model", { exact: true }).fill(prices);
@@ -266,7 +266,7 @@ async function tryChanges() {
   const row = page.getByRole("row", { name: prices }).first();
   await row.getByText("own price").waitFor();
   found.price = await row.innerText();
-  where = "preview a limit";
+  at("preview a limit");
   await open(pages.limits);
   await page.getByRole("button", { name: "Set a limit" }).press("Enter");
   await dialog.getByLabel("Counts").selectOption("QUOTA_DIMENSION_REQUESTS_PER_MONTH");

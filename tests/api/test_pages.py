@@ -30,6 +30,7 @@ SERVICES = (
 )
 # Lists without pages, with the reason why their answers stay small.
 BOUNDED = {
+    "ListConcerns": "one row for each kind of concern",
     "ListFleetVersions": "pages end at a version: `page_size` and `before_number`, no documents",
     "ListLiveRequests": "at most `page_size`, the oldest, with the number of all",
     "ListModels": "the models in the configuration of the server",

@@ -145,7 +145,7 @@ async def test_a_missing_slash_redirects(service: Service, http: aiohttp.ClientS
         ("GET", "api/BillingService/GetUsage", 405),
         ("OPTIONS", "api/BillingService/GetUsage", 405),
         ("POST", "api/session", 405),
-        ("POST", "api/BillingService/CloseMonth", 404),
+        ("POST", "api/AdminService/ApplyFleet", 404),
         ("POST", "api/weir.v1.BillingService/GetUsage", 404),
     ],
 )
@@ -229,6 +229,7 @@ async def test_calls_answer_like_grpc(service: Service, http: aiohttp.ClientSess
             "GetQuota",
             "ListAuditEntries",
             "ExportMonth",
+            "ExportOrganization",
         ),
         "ListApiKeys",  # last uses
     }
@@ -272,6 +273,8 @@ async def test_calls_answer_like_grpc(service: Service, http: aiohttp.ClientSess
                 assert answer == type(answer).FromString(over_grpc), name
             elif method.name == "ExportMonth":
                 assert text.startswith(b"%PDF-"), name
+            elif method.name == "ExportOrganization":
+                assert text.startswith(b"PK"), name
             else:
                 json_format.ParseDict(text, message_of(method.output_type))
 

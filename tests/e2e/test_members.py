@@ -199,6 +199,7 @@ ACTS: list[tuple[str, Fields]] = [
 ]
 READS = ("Get", "List", "Export", "Verify", "Simulate")
 NOT_WALKED = {
+    "PreviewQuota": "changes nothing, and writes no entry",
     "BindOrganization": "needs a fleet with regions; see test_regions.py",
     "KillRequest": "needs a running request; see test_live_requests.py",
     "ExpireOverdueHolds": "does what a worker does anyway, and writes no entry",
