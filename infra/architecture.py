@@ -88,8 +88,8 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "console page": (("console/",), 3_966),
     "benchmarks": (("bench/",), 12_020),
     "demo": (("demo/",), 4_524),
-    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 8_514),
-    "tests": (("tests/",), 145_755),
+    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 8_519),
+    "tests": (("tests/",), 145_767),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")

@@ -28,7 +28,18 @@ esac
 [[ "$*" != "$FAILS" ]]
 """
 STEPS = (
-    *("lint", "types", "lock-check", "docs", "dist", "dist-check", "clients", "peers", "images"),
+    *(
+        "lint",
+        "types",
+        "lock-check",
+        "docs",
+        "dist",
+        "dist-check",
+        "clients",
+        "peers",
+        "edge",
+        "images",
+    ),
 )
 
 
@@ -81,7 +92,8 @@ def test_every_step_has_its_output_below_its_header_and_the_summary_comes_last(h
     [
         ("lint", "lint"),
         ("docs", "docs"),
-        ("test-peers PEERS=--install-max-s 180 helm oidc_provider patroni envoy", "peers"),
+        ("test-peers PEERS=--install-max-s 180 helm oidc_provider patroni", "peers"),
+        ("test-peers PEERS=--install-max-s 180 envoy", "edge"),
         ("test", "tests"),
     ],
 )
