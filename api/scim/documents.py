@@ -138,7 +138,7 @@ def targets(operation: Operation) -> Iterator[tuple[Path, Any]]:
         yield _parsed_path(operation.path), operation.value
         return
     if not isinstance(operation.value, dict):
-        raise invalid("value: must be an object if there is no path", "invalidSyntax")
+        raise invalid("value: must be an object without a path", "invalidSyntax")
     for name, value in operation.value.items():
         if name.lower().startswith("urn:") and isinstance(value, dict):
             for key, part in value.items():
@@ -416,7 +416,7 @@ def checked_id(text: str, location: str) -> str:
     try:
         return str(uuid.UUID(text))
     except ValueError:
-        raise invalid(f"{location}: there is no user {text[:64]!r}: create it first") from None
+        raise invalid(f"{location}: user {text[:64]!r} not found: create it first") from None
 
 
 @dataclass(frozen=True, slots=True)

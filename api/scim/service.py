@@ -230,7 +230,7 @@ class Scim:
             case _, () | (_,):
                 allowed = "GET, PUT, PATCH, DELETE" if call.path[1:] else "GET, POST"
                 raise wrong_method(call.request, allowed)
-        raise ScimFault(404, "", "there is no such resource")
+        raise ScimFault(404, "", "resource not found: check its id")
 
     # For the kinds of resources
 
@@ -533,7 +533,7 @@ def id_of(ref: str) -> uuid.UUID:
     try:
         return uuid.UUID(ref)
     except ValueError:
-        raise ScimFault(404, "", f"there is no resource with the id {ref[:64]!r}") from None
+        raise ScimFault(404, "", f"resource {ref[:64]!r} not found: ids are UUIDs") from None
 
 
 def wrong_method(request: web.BaseRequest, allowed: str) -> HttpFault:
@@ -575,7 +575,7 @@ def described(call: Call) -> web.Response:
     for each in found:
         if len(rest) == 1 and each["id"].lower() == rest[0].lower():
             return respond(each)
-    raise ScimFault(404, "", "there is no such resource")
+    raise ScimFault(404, "", "resource not found: check its id")
 
 
 def kind_of(error: Exception, http_status: int) -> tuple[int, str]:
